@@ -49,13 +49,13 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        54_266,
+        54_271,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_346),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_351),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_559),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_260),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_971),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_978),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_498),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_017),
     "lines of engine without adapters and extras": (
