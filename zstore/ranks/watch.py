@@ -132,11 +132,6 @@ class Watch:
         if not self._threads:  # the interpreter ends
             self.state = WatchState.LEFT
 
-    @property
-    def begun(self) -> bool:
-        """Whether an error of this rank is reported to the others."""
-        return self.state is not WatchState.UNWATCHED
-
     # -- called by the rank -------------------------------------------------------------------------------------------
 
     def raise_if_broken(self) -> None:
@@ -161,7 +156,7 @@ class Watch:
 
         Errors that all ranks agreed on since the call began are not reported again. `final`: no handler takes it.
         """
-        if not self.begun or self.agreed or error is self.failed:
+        if self.state is WatchState.UNWATCHED or self.agreed or error is self.failed:
             return
         final = final or not isinstance(error, Exception)
         if self.failed is None:

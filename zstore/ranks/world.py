@@ -179,7 +179,7 @@ class World:
 
     def learn_connections(self) -> None:
         """Note again the connections to the other ranks, if they are watched: a process group was made (all ranks)."""
-        if self.watch.begun:
+        if self.watch.state is not WatchState.UNWATCHED:
             self.watch.connections.learn(self.all_gather_object(self.watch.connections.listed()), self.rank)
 
     @contextmanager
@@ -189,7 +189,7 @@ class World:
         `meeting` names a call that scripts may make on one rank alone, by mistake: it begins once all ranks are in it.
         """
         watch = self.watch
-        if watch.activity.phase or not watch.begun:
+        if watch.activity.phase or watch.state is WatchState.UNWATCHED:
             yield
             return
         watch.raise_if_broken()
@@ -262,7 +262,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if not watch.begun:
+            if watch.state is WatchState.UNWATCHED:
                 raise
             raise watch.lost(error) from error
         finally:
