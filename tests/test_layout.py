@@ -16,7 +16,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 31, "iteration": 36, "save": 37, "load": 46, "reshard": 25, "consolidate": 25, "initialize": 70}
+JOURNEYS = {"step": 31, "iteration": 36, "save": 37, "load": 46, "reshard": 24, "consolidate": 24, "initialize": 70}
 
 
 @cache
@@ -49,10 +49,10 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        54_271,
+        54_266,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_351),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_559),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_554),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_260),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_978),
