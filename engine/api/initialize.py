@@ -23,7 +23,6 @@ from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
 from ..config.config import Config, load_config
 from ..config.resolve import ResolveContext, precision_note, read_answers
 from ..extras import register_parts
-from ..optim.lr_schedules import LRSchedule, named_schedule
 from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
 from ..plan.plan import hidden_size
@@ -33,6 +32,7 @@ from ..runtime.device import Streams
 from ..runtime.process import init_distributed, show_messages, warn_once
 from ..training.compiled import Compiler
 from ..training.loader import Collate, TrainingLoader
+from ..training.lr_schedules import LRSchedule, named_schedule
 from ..training.wiring import wire
 from .engine import Engine
 

@@ -16,7 +16,6 @@ from ..activations.offload import ActivationOffload
 from ..config.config import Config
 from ..config.resolve import BatchSizes
 from ..optim.kernel import StepSettings
-from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import LossScaler, ZeroOptimizer
 from ..optim.state import OptimizerState
 from ..optim.update import Update
@@ -30,6 +29,7 @@ from ..zero.hooks import UnitHooks
 from ..zero.norm import norm_of, scale_factor
 from .compiled import CompiledUnits, Compiler
 from .loader import Accumulation, Counters, TrainingLoader
+from .lr_schedules import LRSchedule
 
 _log = logging.getLogger("zstore")
 

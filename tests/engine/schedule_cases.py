@@ -7,7 +7,7 @@ from torch import nn
 
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.optim.lr_schedules import NamedSchedule, named_schedule
+from zstore.engine.training.lr_schedules import NamedSchedule, named_schedule
 
 OWN_LR = 0.5
 """Learning rate of the first group; the second has twice as much, and so on."""

@@ -16,7 +16,7 @@ from tests.engine.schedule_cases import KNOWN, adam, made
 from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.optim.lr_schedules import LRSchedule, NamedSchedule, named_schedule
+from zstore.engine.training.lr_schedules import LRSchedule, NamedSchedule, named_schedule
 from zstore.errors import ConfigError, UsageError
 
 

@@ -12,7 +12,7 @@ from zstore.engine.config.config import load_config
 from zstore.engine.config.optimizers import SCHEDULES
 from zstore.engine.optim.classes import Lamb, Lion
 from zstore.engine.optim.kernel import ELEMENT_WISE
-from zstore.engine.optim.lr_schedules import NamedSchedule, named_schedule
+from zstore.engine.training.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import UsageError
 
 Optimizer = torch.optim.Optimizer
