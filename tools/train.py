@@ -351,10 +351,11 @@ class TrainLoop:
         if row["step"] < self._options.steps and now_s - self._line_s < (1 if sys.stderr.isatty() else PLAIN_LINE_S):
             return
         self._line_s = now_s
-        rate = (row["disk_read_bytes"] + row["disk_write_bytes"]) / row["step_s"] / 1e9
+        moved = row["disk_read_bytes"] + row["disk_write_bytes"]
         self._print(
             f"step {row['step']}/{self._options.steps}  loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  "
-            f"disk {rate:.2f} GB/s  memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
+            + (f"disk {moved / row['step_s'] / 1e9:.2f} GB/s  " if moved else "")
+            + f"memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
         )
 
     def _print(self, text: str) -> None:

@@ -222,7 +222,6 @@ UNUSED = {
     "zstore.store.tiers",
     "zstore.store.stream",
     "zstore.engine",
-    "zstore.checkpoint.save",
     "zstore.remote.service",
 }
 
