@@ -49,11 +49,11 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        54_266,
+        54_267,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_351),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_554),
-    "lines of tools": (lambda: _layout().lines("tools/"), 4_260),
+    "lines of tools": (lambda: _layout().lines("tools/"), 4_261),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_978),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_498),
