@@ -125,7 +125,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[dict[str, Any]]:
-    """Storage options of an S3 server, in a process of its own."""
     from tests.checkpoint.s3_server import s3_server
 
     with s3_server() as options:

@@ -40,7 +40,6 @@ def journey(name: str, go: Callable[[], _Result]) -> _Result:
 
 
 def start(folder: Path) -> Engine:
-    """Return an engine with parameters and optimizer state on disk."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     tier = {"device": "nvme", "nvme_path": str(folder / "swap")}
@@ -54,7 +53,6 @@ def start(folder: Path) -> Engine:
 
 
 def command(*words: str) -> None:
-    """Run the command `zstore` in this process."""
     from zstore.tools.cli import main
 
     sys.argv = ["zstore", *words]

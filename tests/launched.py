@@ -13,7 +13,6 @@ LAUNCHER = ("torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127
 def run(
     *words: object, world_size: int = 1, code: int = 0, anew: bool = False, cwd: Path | None = None, **variables: str
 ) -> tuple[list[str], str]:
-    """Run Python with these words; return the lines that it printed, and what it wrote to stderr."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"} | variables

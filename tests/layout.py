@@ -45,7 +45,6 @@ class Layout:
         self.trees = {name: ast.parse(text) for name, text in self.source.items()}
 
     def lines(self, *prefixes: str, without: tuple[str, ...] = ()) -> int:
-        """Return the lines of the files whose paths begin with one of `prefixes` and with none of `without`."""
         return sum(
             self.source[name].count("\n")
             for name in self.files
@@ -53,7 +52,6 @@ class Layout:
         )
 
     def asset_lines(self) -> int:
-        """Return the lines of the page's scripts and styles, without vendored ones."""
         assets = [
             path
             for suffix in ("*.js", "*.css")
@@ -68,7 +66,6 @@ class Layout:
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
-        """For each file those of the three packages that it imports."""
         modules = {_module(name): name for name in self.files}
         return {
             name: {file for module in _imported(name, tree) if (file := _resolve(module, modules)) not in (None, name)}
@@ -96,7 +93,6 @@ class Layout:
 
     @cached_property
     def classes(self) -> list[tuple[str, int]]:
-        """Return each class's name and lines."""
         nodes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         return [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in nodes]
 
@@ -120,7 +116,6 @@ class Layout:
 
     @cached_property
     def prose(self) -> str:
-        """Return comments, docstrings and the pages of docs/, without code."""
         parts = [text for name in self.files for text in _prose_of(self.source[name], self.trees[name])]
         pages = [self.root / "README.md", *(self.root / "docs").rglob("*.md")]
         parts += [re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in pages]

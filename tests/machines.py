@@ -77,7 +77,6 @@ class Machines:
         return warm.Popen(command, env=own | variables, **pipes)
 
     def tell_switch(self, word: str, machine: int) -> None:
-        """`cut` or `join` the link of a machine."""
         self.switch.stdin.write(f"{word} {machine}\n")
         self.switch.stdin.flush()
 
@@ -99,7 +98,6 @@ def why_no_namespaces() -> str:
 
 @contextmanager
 def machines(count: int, folder: Path, *, network: bool) -> Iterator[Machines]:
-    """Make machines for the length of a block; with `network` each has a link of 200 Mbit/s and 10 ms to the others."""
     keys = {"key": "testing", "secret": "testing"}
     with ExitStack() as stack:
         if not network:

@@ -44,13 +44,11 @@ def _sum_of_squares(shard: torch.Tensor) -> float:
 
 
 def _add(total: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Add gradients to a total in `dtype`."""
     for name, gradient in gradients.items():
         total[name] = (total[name] + gradient).to(dtype) if name in total else gradient.to(dtype)
 
 
 def _norm(sums: Sequence[Sequence[float]]) -> float:
-    """Return the norm from the sums of each parameter's shards."""
     total = 0.0
     for shards in sums:
         parameter = 0.0
@@ -99,13 +97,11 @@ class Reference:
         self.buffers = [{name: buffer.clone() for name, buffer in own.items()} for _ in range(self.world_size)]
 
     def at_rank(self, rank: int) -> nn.Module:
-        """Return the model with the buffers of this rank."""
         for name, buffer in self.model.named_buffers():
             buffer.data = self.buffers[rank][name]
         return self.model
 
     def step(self, batches: Sequence[Sequence[Any]]) -> None:
-        """Train on one global batch."""
         gradients = self._accumulated(batches)
         raw = _norm([self._sums(gradients[name]) for name in sorted(gradients)])
         self.norm = raw / self.scale
@@ -179,7 +175,6 @@ class Reference:
         return means
 
     def _sums(self, gradient: torch.Tensor) -> list[float]:
-        """Return the sum of squares of each rank's rows."""
         flat = gradient.reshape(-1)
         shape = tuple(gradient.shape)
         stored = shape if len(shape) in (1, 2) else (1,) if not shape else (math.prod(shape[:-1]), shape[-1])

@@ -42,8 +42,6 @@ NEW_PROCESSES = "ZSTORE_TEST_NEW_PROCESSES"
 
 
 class Popen:
-    """A process, as `subprocess.Popen` gives it."""
-
     def __new__(cls, args: Sequence[Any], *, anew: bool = False, **options: Any) -> Any:
         if anew or os.environ.get(NEW_PROCESSES) or args[0] != sys.executable:
             return subprocess.Popen(args, **options)
@@ -168,7 +166,6 @@ def run(
     input: Any = None,  # noqa: A002
     **options: Any,
 ) -> CompletedProcess[Any]:
-    """Run a command to its end, as `subprocess.run` does."""
     if capture_output:
         options |= {"stdout": PIPE, "stderr": PIPE}
     if input is not None:
@@ -214,8 +211,6 @@ def _reader(stream: IO[Any], found: dict[str, Any], name: str) -> Callable[[], N
 
 
 class _Start:
-    """What a process is to do."""
-
     def __init__(self, *, words: list[str], environment: dict[str, str], cwd: str, new_session: bool) -> None:
         self.words = words
         self.environment = environment
@@ -224,8 +219,6 @@ class _Start:
 
 
 class _Streams:
-    """Its standard streams, which travel along."""
-
     def __init__(self, streams: Sequence[int]) -> None:
         self.streams = streams
 
@@ -369,7 +362,6 @@ def _open_streams(*, unbuffered: bool) -> None:
 
 
 def _main(start: _Start) -> int:
-    """Run the code; return the exit code."""
     sys.path[:0] = [path for path in start.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     option, *words = start.words
     try:

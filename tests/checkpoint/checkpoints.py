@@ -44,7 +44,6 @@ class World:
     stores: Sequence[Store]
 
     def fill(self) -> None:
-        """Write the present values of `arrays` into the stores."""
         for rank, store in enumerate(self.stores):
             for name, array in self.arrays.items():
                 grid = self.grids[name]
@@ -79,7 +78,6 @@ class World:
         )
 
     def begin_save(self, folder: Path, *, step: int = 1, **options: Any) -> list[SaveHandle]:
-        """Begin to save on every rank; returns their handles."""
         save_id = new_save_id()
         handles: list[SaveHandle] = []
         try:
@@ -162,14 +160,12 @@ def open_world(
 
 
 def save_arrays(folder: Path, arrays: Mapping[str, Array], *, world_size: int = 1, **options: Any) -> Path:
-    """Save `arrays` from the host tier of `world_size` ranks; returns the tag's folder."""
     opened = {key: options.pop(key) for key in ("small", "aliases") if key in options}
     with open_world(arrays, world_size=world_size, **opened) as world:
         return world.save(folder, **options)[0].path
 
 
 def arrays_of_kinds() -> dict[str, Array]:
-    """Return arrays of many shapes, types and names."""
     rng = np.random.default_rng(0)
     return {
         "model/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),

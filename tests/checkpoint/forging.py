@@ -35,7 +35,6 @@ class Forge:
             (path / file).chmod(0o644)
 
     def put(self, file: str, data: bytes) -> None:
-        """Replace a file, as it stands."""
         self._changed.add(file)
         path = self.path / file
         path.unlink(missing_ok=True)
@@ -56,7 +55,6 @@ class Forge:
         self.seal()
 
     def edit_array(self, folder: str, change: Callable[[Any], Any]) -> None:
-        """Change the metadata of one array, its copy at the root too."""
         self.edit("zarr.json", lambda root: change(root["consolidated_metadata"]["metadata"][folder]))
 
     def seal(self) -> None:
@@ -86,7 +84,6 @@ class Forge:
         self.name_crcs(file, crcs, rank)
 
     def name_crcs(self, file: str, crcs: list[int], rank: int) -> None:
-        """Let the manifest name these checksums for a shard file."""
         name = self.name_of(file)
 
         def change(manifest: Any) -> None:
@@ -102,7 +99,6 @@ class Forge:
         return name
 
     def restore(self) -> None:
-        """Bring the checkpoint back as it was."""
         for file in self._changed:
             path = self.path / file
             if path.is_symlink() or path.exists():
@@ -155,7 +151,6 @@ JSON = st.recursive(
 
 
 def mutate(document: Any, data: st.DataObject) -> None:
-    """Replace, remove or add something anywhere in a JSON document."""
     place = document
     while True:
         keys: list[Any] = sorted(place) if isinstance(place, dict) else list(range(len(place)))

@@ -104,7 +104,6 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return max((fault.cut_bytes or 0 for fault in hits), default=0)
 
     def objects(self) -> dict[str, int]:
-        """Return the bytes of every object, by key."""
         found: dict[str, int] = {}
         for entry in os.scandir(self._folder):
             if not entry.name.startswith("."):
@@ -112,21 +111,17 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return dict(sorted(found.items()))
 
     def object_path(self, key: str) -> Path:
-        """Return the file that holds an object."""
         return self._folder / quote(key, safe="")
 
     def new_part(self) -> Path:
-        """Return a file for bytes of an object that is not seen yet."""
         return self._folder / f".{uuid.uuid4().hex}"
 
     def put(self, key: str, data: bytes) -> None:
-        """Make or replace an object, at once."""
         part = self.new_part()
         part.write_bytes(data)
         part.replace(self.object_path(key))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Return bytes of an object."""
         key = self._strip_protocol(path)
         lost = self.step("read", key)
         data = self.object_path(key).read_bytes()[start:end]
@@ -136,7 +131,6 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return data
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        """Write a whole object, or refuse that if it is there and `mode` is "create"."""
         key = self._strip_protocol(path)
         with self.counted_write():
             lost = self.step("write", key)
@@ -146,7 +140,6 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def counted_write(self) -> Iterator[None]:
-        """Count the block as a write under way."""
         with self._lock:
             self._writing += 1
             self.most_at_once = max(self.most_at_once, self._writing)
@@ -157,7 +150,6 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 self._writing -= 1
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Return name, size and type of an object, or of what keys have in common."""
         key = self._strip_protocol(path)
         self.step("ask", key)
         keys = self.objects()
@@ -168,7 +160,6 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
         raise FileNotFoundError(path)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """Return the objects and common beginnings right below `path`."""
         key = self._strip_protocol(path).rstrip("/")
         self.step("list", key)
         entries: dict[str, dict[str, Any]] = {}
@@ -184,7 +175,6 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return list(entries.values()) if detail else list(entries)
 
     def rm_file(self, path: str) -> None:
-        """Remove an object."""
         key = self._strip_protocol(path)
         self.step("remove", key)
         self.object_path(key).unlink(missing_ok=True)
@@ -215,7 +205,6 @@ class _ObjectFile(AbstractBufferedFile):  # type: ignore[misc]
         return data
 
     def discard(self) -> None:
-        """Forget the parts."""
         self._parts.unlink(missing_ok=True)
 
 

@@ -22,7 +22,6 @@ def s3_server() -> Iterator[dict[str, Any]]:
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Return the URL that the server tells as it begins to listen."""
     if process.stderr is None:
         raise RuntimeError("the server was started without a pipe")
     said: list[str] = []

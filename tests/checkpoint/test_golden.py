@@ -57,7 +57,6 @@ MOST_BYTES = 400_000
 
 
 def expected(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Every array, and what else the checkpoint holds."""
     facts = json.loads(path.with_suffix(".json").read_text())
     with np.load(path.with_suffix(".npz")) as raw:
         arrays = {

@@ -60,7 +60,6 @@ def save(world: World, folder: Path, step: int, before: SaveSummary | None = Non
 
 
 def train(world: World) -> None:
-    """Change one of the arrays in a pass."""
     world.arrays[TRAINED][...] += 1
     world.stores[0].write(TRAINED, world.arrays[TRAINED].reshape(-1)).wait()
 
@@ -261,8 +260,6 @@ def test_a_fault_with_a_piece_leaves_nothing(rank: int, kind: Any, pattern: str,
 
 
 class _Flipping(FaultyFiles):
-    """Files that change a bit of each piece."""
-
     def _pwritev(self, file: OpenFile, data: Any, offset: int) -> int:
         if ".pieces-" in file.path:
             data = data.copy()

@@ -238,7 +238,6 @@ def test_small_files_of_a_whole_checkpoint_come_by_aiofiles(run: Path, monkeypat
 
 
 def outcome(open_it: Callable[[], Any]) -> Any:
-    """What was opened, or the error, for comparison."""
     try:
         with open_it() as found:
             return found.location, found.state, {name: array[...].tolist() for name, array in found.items()}

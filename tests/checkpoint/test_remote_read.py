@@ -40,8 +40,6 @@ QUICK = Retries(first_pause_s=0.0)
 
 
 class Remote:
-    """An object store that holds what is saved in a local folder."""
-
     def __init__(self, tmp_path: Path) -> None:
         self.local = tmp_path / "local"
         self.options = {"folder": str(tmp_path / "objects")}

@@ -36,8 +36,6 @@ ARRAYS: dict[str, Array] = {
 
 
 class Bucket:
-    """A new bucket, the URL of a run in it, and a local folder."""
-
     def __init__(self, options: dict[str, Any], tmp_path: Path) -> None:
         name = f"bucket-{uuid.uuid4().hex[:8]}"
         self.url = f"s3://{name}/runs/one"

@@ -53,8 +53,6 @@ QUICK = Retries(first_pause_s=0.0)
 
 
 class Remote:
-    """An object store, and a folder for files on their way."""
-
     def __init__(self, tmp_path: Path) -> None:
         self.local = tmp_path / "local"
         self.options = {"folder": str(tmp_path / "objects")}
@@ -68,7 +66,6 @@ class Remote:
         return wait_all(self.begin(world, **fields))
 
     def fail(self, world: World, **fields: Any) -> list[str]:
-        """The messages of all ranks of a save that must fail."""
         messages = []
         for handle in self.begin(world, **fields):
             with pytest.raises(CheckpointError) as raised:
@@ -177,7 +174,6 @@ def test_what_cannot_be_removed_is_swept_by_the_next_save(at: str | None, remote
 
 
 def _upload_and_wait(local: Path, options: dict[str, str], at: str) -> None:
-    """Upload, and stop for ever at the first write to `at`."""
     fs = open_folder(URL, options).fs
     fs.faults.append(RequestFault(kind="write", pattern=at, gate=_Forever(local.parent / "reached")))
     upload_checkpoint(local, URL, options)

@@ -157,7 +157,6 @@ def test_prune_removes_the_rest(folder: Path, linked: list[SaveSummary], capsys:
 
 @pytest.fixture
 def objects(tmp_path: Path) -> Iterator[tuple[str, ObjectFileSystem, Common]]:
-    """A URL with three checkpoints of ten values of the loss, its file system, and how to open it."""
     options = {"folder": str(tmp_path / "objects")}
     for number in (1, 2, 3):
         path = save_arrays(tmp_path / "local", ARRAYS, step=number, record=loss(number))

@@ -145,7 +145,6 @@ def sweep(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sweep]:
 
 @pytest.fixture(params=["disk", "host"])
 def flushing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sweep, FlushedFiles]]:
-    """A sweep over saves that flush their file system once."""
     double = FlushedFiles()
     if (flush := Flush.of(double, tmp_path)) is None:
         pytest.skip("no file system of Linux's that one flush is known to make durable")

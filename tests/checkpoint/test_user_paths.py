@@ -216,7 +216,6 @@ WRITERS: dict[str, Writer] = {
 
 @pytest.fixture
 def places(tmp_path: Path, home: Path) -> SimpleNamespace:
-    """The working folder, and another one that a program goes to."""
     other = tmp_path / "other"
     other.mkdir()
     return SimpleNamespace(here=Path.cwd(), other=other, home=home)

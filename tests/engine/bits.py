@@ -93,12 +93,10 @@ class Case:
 
     @property
     def net(self) -> Model:
-        """The usual model, of a shape of its own where a seed says so."""
         shape = {"vocab": 1203} if self.seed is None else draw_shape(self.seed)
         return Model(partial(make_net, self.seed or 0, **shape), partial(batch, vocab=shape["vocab"]))
 
     def reference(self, world_size: int, model: Model | None = None, rule: Rule | None = None) -> Reference:
-        """Return the plain loop of so many ranks."""
         model = model or self.net
         torch.manual_seed(self.seed or 0)
         made = Reference(
@@ -301,7 +299,6 @@ class Run:
         return engine
 
     def batches(self) -> list[list[Any]]:
-        """Return what the next step takes, by micro-batch and rank."""
         number = self.engine.global_steps
         count = self.case.accumulation if self.case.counts is None else self.case.counts[number]
         return [[self.model.batch(number, m, r) for r in range(self.world_size)] for m in range(count)]
@@ -384,7 +381,6 @@ class Run:
             assert verify_checkpoint(saved) == []
 
     def change(self, name: str, change: Callable[[torch.Tensor], Any]) -> None:
-        """Change a parameter of the plain loop; its master becomes the new value."""
         change(self.parameters[name].data)
         if name in self.reference.masters:
             self.reference.masters[name].data.copy_(self.parameters[name].data)
@@ -448,7 +444,6 @@ def compare_all(
 
 
 def assert_equal(engine: Engine, expected: Reference) -> None:
-    """Every array of an engine has the bits of the plain loop's."""
     rows = {record.name: record.owned_range for record in engine.training_state.state.records}
     found, wanted = engine_digests(engine), reference_digests(expected, rows)
     assert {name: found[name] for name in wanted} == wanted

@@ -40,8 +40,6 @@ class HandOverError(RuntimeError):
 
 @dataclass(eq=False)
 class FakeEvent:
-    """A point in the device's work."""
-
     clock: int
     """Operations asked of the device before it."""
     stream: str | None = None
@@ -73,7 +71,6 @@ class FakeDevice:
 
     @property
     def cuda_runtime(self) -> Self:
-        """What registers host memory: the device itself."""
         return self
 
     def __init__(self, forgets: Iterable[str] = ()) -> None:
@@ -118,24 +115,20 @@ class FakeDevice:
         HostTier._allocate = self._former  # type: ignore[method-assign]
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        """Make memory the host's, pinned."""
         self._pinned[address] = nbytes
         self.allocations += 1
         self.pinned_peak_bytes = max(self.pinned_peak_bytes, self.pinned_bytes)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        """Undo `cudaHostRegister`."""
         del self._pinned[address]
         return 0
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that are registered now."""
         return sum(self._pinned.values())
 
     def is_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor lies in the host's memory."""
         storage = tensor.untyped_storage()
         if getattr(storage, "fake_host", False):
             return True
@@ -160,7 +153,6 @@ class FakeDevice:
         self.touch([target, source], wrote=[target])
 
     def record(self) -> FakeEvent:
-        """Return the end of the computation so far."""
         return FakeEvent(0 if "event" in self._forgets else self.clock)
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], after: FakeEvent) -> FakeEvent:
@@ -183,7 +175,6 @@ class FakeDevice:
             return event
 
     def wait(self, event: FakeEvent) -> None:
-        """Carry out what is queued up to the event."""
         if event.stream is not None and not event.reached:
             self.main_waits += threading.current_thread() is threading.main_thread()
         self.follow(event)
@@ -201,7 +192,6 @@ class FakeDevice:
                 done.reached = True
 
     def query(self, event: FakeEvent) -> bool:
-        """Return whether somebody waited for the event."""
         return event.stream is None or event.reached
 
     def stream_context(self) -> StreamContext:
@@ -210,7 +200,6 @@ class FakeDevice:
 
     @property
     def num_under_way(self) -> int:
-        """Copies that nobody waited for yet."""
         return sum(map(len, self._queues.values()))
 
     @property
@@ -227,7 +216,6 @@ class FakeDevice:
             self._here.crossing = before
 
     def touch(self, used: Iterable[torch.Tensor], wrote: Iterable[torch.Tensor]) -> None:
-        """Note an operation of the device on memory."""
         with self._lock:
             self.clock += 1
             for tensor in used:
@@ -238,13 +226,10 @@ class FakeDevice:
 
 
 def own(tensor: torch.Tensor) -> None:
-    """Make the tensor's memory the host's."""
     tensor.untyped_storage().fake_host = True  # type: ignore[attr-defined]
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of one thread."""
-
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device

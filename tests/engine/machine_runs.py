@@ -26,8 +26,6 @@ BATCH = 12
 
 
 class Net(nn.Module):
-    """A byte model of few arrays."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(1203, 24)
@@ -88,7 +86,6 @@ def train(url: str, stage: str, tier: str, steps: str, every: str, options: str)
 
 
 def make(url: str, options: str) -> None:
-    """Make the bucket of a URL."""
     bucket = url.removeprefix("s3://").partition("/")[0]
     open_folder("s3://none", json.loads(options)).fs.mkdir(bucket)  # type: ignore[attr-defined]
 
@@ -109,7 +106,6 @@ def look(url: str, options: str) -> None:
 
 
 def by_zarr(url: str, options: dict[str, Any]) -> dict[str, str]:
-    """Return the digests of all arrays of a checkpoint, as zarr-python reads them."""
     import zarr
 
     group = zarr.open_group(url, mode="r", storage_options=options)

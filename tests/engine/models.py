@@ -9,8 +9,6 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """Norm, two projections, a residual, and a scalar of its own."""
-
     def __init__(self, width: int, hidden: int = 0) -> None:
         super().__init__()
         hidden = hidden or 3 * width
@@ -74,7 +72,6 @@ def draw_shape(seed: int) -> dict[str, Any]:
 def batch(
     step: int, micro: int, rank: int, *, samples: int = 2, tokens: int = 12, vocab: int = 1203
 ) -> tuple[Any, ...]:
-    """Return the model's arguments for one micro-batch of one rank."""
     generator = torch.Generator().manual_seed(1 + step * 1000 + micro * 100 + rank)
     return (torch.randint(0, vocab, (samples, tokens), generator=generator),)
 

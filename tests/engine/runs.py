@@ -26,7 +26,6 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 def make_config(
     stage: int = 1, tier: str = "none", nvme: str | Path = "", own: str = "none", **keys: Any
 ) -> dict[str, Any]:
-    """A config with the optimizer's state on `tier` and parameters on `own`."""
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
     for section, device in (("offload_optimizer", tier), ("offload_param", own)):
         if device != "none":
@@ -64,7 +63,6 @@ def step(engine: Engine, factor: float = 1.0) -> None:
 
 
 def moved_since(engine: Engine, before: EngineStatistics) -> dict[str, LinkStatistics]:
-    """Return the work of each link since `before`."""
     return {
         name: link.since(before.links.get(name, LinkStatistics())) for name, link in engine.statistics().links.items()
     }
@@ -77,7 +75,6 @@ def take_steps(engine: Engine, count: int) -> None:
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
-    """Every array's and parameter's bits, and what is beside them."""
     training = engine.training_state
     scheduler = training.schedule.scheduler
     return {
@@ -114,7 +111,6 @@ def whole(folder: Path) -> list[str]:
 
 
 def constant_rate_config(**keys: Any) -> dict[str, Any]:
-    """All in memory, without a schedule."""
     return make_config(0, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}, scheduler=None, **keys)
 
 

@@ -87,7 +87,6 @@ def adam(groups: int = 1) -> torch.optim.Optimizer:
 
 
 def made(name: str, params: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> NamedSchedule:
-    """The schedule that a config with these arguments makes."""
     config = {"train_batch_size": 1, "scheduler": {"type": name, "params": params}}
     section = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True)).settings.scheduler
     return named_schedule(section, optimizer or adam())

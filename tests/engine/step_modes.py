@@ -48,7 +48,6 @@ def step(engine: Engine) -> None:
 
 @functools.cache
 def expected(steps: int) -> dict[str, Any]:
-    """Return the state after so many steps."""
     with start(plain(), make_model()) as engine:
         for _ in range(steps):
             step(engine)

@@ -189,7 +189,6 @@ def check_training_in_a_block(run: Run) -> None:
 
 
 def spoil(parameter: nn.Parameter, rank: int) -> None:
-    """Fails on rank 1, after it changed the parameter."""
     parameter.data.zero_()
     _ = 1 / (1 - rank)
 

@@ -54,7 +54,6 @@ def case_of(stage: int = 0, tier: str = "none", mode: str = "none", **own: Any) 
 
 
 def bits(engine: Engine, steps: int = 2) -> dict[str, Any]:
-    """Return everything after some steps."""
     for number in range(2 * steps):
         engine.backward(loss_of(engine, number))
         engine.step()
@@ -228,8 +227,6 @@ def test_errors_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def settle(engine: Engine) -> None:
-    """Wait until nothing rests off the device any more."""
-
     def settled() -> bool:  # what is being written is let go behind that
         gc.collect()
         return not offloaded(engine).resting_bytes
@@ -242,8 +239,6 @@ def _raise(gradient: torch.Tensor) -> None:
 
 
 class ChangedInPlace(nn.Module):
-    """Changes what its first layer saved, once a test allows it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)

@@ -40,7 +40,6 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def everything(folder: Path, stage: int, tier: str, **keys: Any) -> dict[str, Any]:
-    """The config, with another stage and tier, and a drive that is there."""
     config = read_config(EVERYTHING)
     zero = config["zero_optimization"]
     zero["stage"] = stage

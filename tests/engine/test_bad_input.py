@@ -213,7 +213,6 @@ def engine(nvme: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def goes_on(engine: Engine) -> Iterator[None]:
-    """The test changes nothing."""
     with unchanged(engine):
         yield
 

@@ -37,7 +37,6 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     config = write_config(tmp_path)
 
     def run(*words: object) -> tuple[int, str]:
-        """The exit code and stderr of `zstore train` with gpt-tiny and `words`."""
         command = ["zstore", "train", "--config", config, "--model", "gpt-tiny", "--seq-len", 32, *words]
         monkeypatch.setattr(sys, "argv", [str(word) for word in command])
         capsys.readouterr()
@@ -128,8 +127,6 @@ def test_a_failed_start(keys: dict[str, Any], words: list[object], message: str,
 
 
 def wait_for_save(process: warm.Popen, folder: Path, seconds_more: float) -> None:
-    """Return `seconds_more` after a save under way in `folder` is seen."""
-
     def begun() -> bool:
         assert process.poll() is None
         return folder.is_dir() and any(".tmp-" in path.name for path in folder.iterdir())

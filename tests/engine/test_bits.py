@@ -20,7 +20,6 @@ MODES = ("none", "backward", "forward")
 
 
 def drawn_ways(rng: random.Random) -> dict[str, Any]:
-    """How a script may build, train and resume."""
     ways = (rng.random() < 0.5 for _ in range(3))
     return dict(zip(("resume", "built", "own_backward"), ways, strict=True))
 
@@ -153,7 +152,6 @@ def test_bits_of_what_is_seldom_drawn_equal_the_plain_loop(kind: str, world_size
 
 
 def all_cases() -> list[Case]:
-    """Return every combination, each with a model of its own."""
     places = [(0, "none", "none"), *((stage, tier, "none") for stage in (1, 2) for tier in TIERS)]
     places += [(3, tier, parameters) for tier in TIERS for parameters in TIERS]
     choices = itertools.product(places, PRECISIONS, (1, 3), (0.0, 0.25), (500_000_000, 40_000), MODES)

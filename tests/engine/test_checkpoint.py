@@ -252,7 +252,6 @@ def start_at(stage: int, folder: str, seed: int) -> Engine:
 
 
 def _save_at(rank: int, folder: str, stage: int, tag: str) -> list[float]:
-    """Return the losses of the step that follows the save."""
     with start_at(stage, folder, seed=0) as engine:
         train_by_sample(engine, 1)
         engine.save_checkpoint(f"{folder}/saved", tag, {"tag": tag})
@@ -273,7 +272,6 @@ def _load_all(rank: int, folder: str, stage: int, tags: Sequence[str], again: st
 
 
 def check_elastic(folder: Path, saved: Iterable[Layout], loaded: Iterable[Layout]) -> None:
-    """Save at every layout of `saved`, load all of them at every one of `loaded`, and compare bytes."""
     saved = list(saved)
     losses = []
     for layout in saved:

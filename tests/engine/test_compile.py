@@ -31,8 +31,6 @@ CLOSE = 2e-5  # relative, of losses in fp32
 
 
 class Graphs:
-    """A backend that counts the graphs that it compiles."""
-
     def __init__(self, backend: str = "aot_eager") -> None:
         self.count = 0
         self._compile = torch._dynamo.lookup_backend(backend)
@@ -43,8 +41,6 @@ class Graphs:
 
 
 class Feed(nn.Module):
-    """A unit within a unit."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
@@ -67,8 +63,6 @@ class Outer(nn.Module):
 
 
 class Net(Base):
-    """Blocks with and without checkpointing, nested units, a tied head."""
-
     def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__([Block(WIDTH) for _ in range(3)])
@@ -107,7 +101,6 @@ def evaluated(engine: Engine) -> float:
 
 
 def train(engine: Engine, after_first: Callable[[], None] = lambda: None) -> list[float]:
-    """Losses of steps with all between them that changes values."""
     losses = [*step(engine), evaluated(engine)]
     after_first()
     losses += [loss for _ in range(STEPS) for loss in step(engine)]

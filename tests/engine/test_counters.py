@@ -108,8 +108,6 @@ WIDTH, IDS = 24, torch.arange(12).view(2, 6)
 
 
 class Peak(nn.Module):
-    """Notes how many elements are gathered while its block runs."""
-
     def __init__(self, seen: list[int]) -> None:
         super().__init__()
         self.block = Block(WIDTH)

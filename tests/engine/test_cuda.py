@@ -102,7 +102,6 @@ def config_of(
 
 
 def train(engine: Engine, steps: int = STEPS) -> list[float]:
-    """Return the losses."""
     losses: list[float] = []
     for _ in range(steps):
         for micro in range(engine.gradient_accumulation_steps()):

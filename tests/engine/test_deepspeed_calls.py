@@ -27,8 +27,6 @@ from zstore.tools.options import Common
 
 
 class Regression(nn.Module):
-    """Returns its loss in one of the ways that models have."""
-
     def __init__(self, way: str = "alone") -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -42,8 +40,6 @@ class Regression(nn.Module):
 
 
 class Points(Dataset[Any]):
-    """Pairs of numbers, each its own."""
-
     def __len__(self) -> int:
         return 12
 

@@ -219,7 +219,6 @@ def make_engine(folder: Path) -> zstore.engine.Engine:
 
 
 def train_and_save(rank: int, folder: str) -> dict[str, list[float]]:
-    """Train two steps, save, and return the rows that this rank's engine has of each array."""
     with make_engine(Path(folder)) as engine:
         generator = torch.Generator().manual_seed(rank)
         for _ in range(2):

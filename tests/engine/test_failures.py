@@ -46,7 +46,6 @@ def _raise(*_: Any, **_keys: Any) -> None:
 
 
 def _arrange(engine: Engine, where: str, happen: Any, files: FaultyFiles) -> None:
-    """Let something happen to this rank in its next step."""
     block = engine.module.blocks[1]
     if where == "forward":
         block.register_forward_pre_hook(happen)
@@ -398,7 +397,6 @@ def _go(run: Killed, folder: Path, die: tuple[int, float] | None, least: int) ->
 
 
 def _show(run: Killed, folder: Path, rng: random.Random, starts: int) -> int:
-    """Kill and resume a run so many times, then let it end; return how often it was killed."""
     folder.mkdir()
     least = kills = 0
     for _ in range(starts):

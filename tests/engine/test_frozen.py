@@ -22,7 +22,6 @@ BIG = {"vocab": 3001, "width": 48}
 
 
 def config_of(nvme: Path, tier: str, stage: int = 3, **keys: Any) -> dict[str, Any]:
-    """A training run's config, with batch sizes left out and everything "auto" that may be."""
     config = make_config(stage, tier if stage else "none", nvme, tier if stage == 3 else "none")
     config["zero_optimization"]["reduce_bucket_size"] = "auto"
     del config["gradient_accumulation_steps"], config["steps_per_print"]
@@ -145,7 +144,6 @@ def check_beside(rank: int, world_size: int, folder: str) -> None:
 
 
 def check_text(engine: Engine, rank: int) -> None:
-    """The plain model's tokens, of as many as each rank asks for."""
     plain = llama().bfloat16()
     prompts = torch.randint(2, 1200, (2, 5), generator=torch.Generator().manual_seed(rank))
     chosen = {"max_new_tokens": 4 + rank, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

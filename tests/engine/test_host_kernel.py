@@ -62,7 +62,6 @@ def by_torch(tensors: StepTensors, settings: dict[str, float], *, decoupled: boo
 
 
 def same(one: Any, two: Any) -> bool:
-    """Return whether two states, or lists of tensors, are equal to the bit; NaN is NaN."""
     if isinstance(one, torch.Tensor):
         return bool((((one == two) & (one.signbit() == two.signbit())) | (one.isnan() & two.isnan())).all())
     return all(each is None or same(each, other) for each, other in zip(one, two, strict=True))
@@ -191,7 +190,6 @@ def test_a_forked_child_has_threads_of_its_own_and_ends() -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The masters that the host kernel took."""
     kernel()
     masters, update = [], HostKernel.update
     take = lambda self, given, new, *rest: masters.extend(new.masters) or update(self, given, new, *rest)  # noqa: E731

@@ -282,7 +282,6 @@ HOOKED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def _hook(model: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Note each gradient as it arrives, and change it there."""
     seen: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
 
@@ -442,7 +441,6 @@ def test_writes_through_data_are_told_at_the_step(zero: dict[str, Any], overlap:
         engine.step()
 
     def swapped(model: nn.Sequential, number: int) -> None:
-        """Evaluate with other weights, as with those of an average."""
         kept = [parameter.detach().clone() for parameter in model.parameters()]
         for parameter in model.parameters():
             parameter.data.mul_(0.5)

@@ -289,7 +289,6 @@ def test_the_loss_is_the_mean_over_all_ranks_and_rank_0_alone_writes(tmp_path: P
 
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Let seconds pass on the clock that durations are taken by."""
     clock, passed = time.perf_counter, [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + passed[0])
 

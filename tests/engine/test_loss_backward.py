@@ -54,8 +54,6 @@ LOSSES: dict[str, Callable[[Output], torch.Tensor]] = {
 
 
 def pair(*names: str) -> Model:
-    """The model, with one of these losses after the other."""
-
     def made(step: int, micro: int, rank: int) -> tuple[torch.Tensor, str]:
         return batch(step, micro, rank, vocab=700)[0], names[(2 * step + micro) % len(names)]
 
@@ -135,8 +133,6 @@ class Refuse(torch.autograd.Function):
 
 
 class Failing(nn.Module):
-    """The net, whose backward fails in its middle while `fails`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = make_net()

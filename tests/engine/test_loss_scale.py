@@ -160,8 +160,6 @@ Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - any namedtuple is a tu
 
 
 class Reader(nn.Module):
-    """Says what types it was called with."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 2)

@@ -32,8 +32,6 @@ PROGRAM = "import sys\nfrom tests.engine import machine_runs\ngetattr(machine_ru
 
 
 class Rank:
-    """A process on a machine, and what it said so far."""
-
     def __init__(self, process: Any) -> None:
         self.process = process
         self.said: list[dict[str, Any]] = []
@@ -69,7 +67,6 @@ class Rank:
         return there()
 
     def end(self) -> int:
-        """Wait for its end; return its exit code."""
         if not warm.ends_within(self.process, GUARD_S):
             self.process.send_signal(signal.SIGUSR2)  # it writes down where it hangs
             until(lambda: self.process.poll() is not None or "Current thread" in self.errors)

@@ -62,8 +62,6 @@ class Outputs(Base):
 
 
 class Looped(Base):
-    """The same blocks twice, in turn."""
-
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         for _ in range(2):
@@ -73,8 +71,6 @@ class Looped(Base):
 
 
 class Checkpointed(Base):
-    """Both kinds of activation checkpointing, over one block and over several."""
-
     def __init__(self, blocks: list[nn.Module], reentrant: bool) -> None:
         super().__init__(blocks)
         self.reentrant = reentrant
@@ -87,8 +83,6 @@ class Checkpointed(Base):
 
 
 class Containers(nn.Module):
-    """Lists in lists, dictionaries, lists of parameters, attention that is no block, a parametrized weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
@@ -130,8 +124,6 @@ class ByData(Base):
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer and a trained product of two narrow ones."""
-
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.base = base
@@ -144,7 +136,6 @@ class LoRA(nn.Module):
 
 
 def with_adapters(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """Freeze the model and give the linear layers of these names adapters."""
     model.requires_grad_(False)
     for module in list(model.modules()):
         for name in names:
@@ -159,8 +150,6 @@ def adapted(model: nn.Module) -> nn.Module:
 
 
 class Quantized(nn.Module):
-    """A frozen int8 weight, with a scale that is trained."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randint(-99, 99, (WIDTH, WIDTH)).to(torch.int8), requires_grad=False)
@@ -202,8 +191,6 @@ class Counting(nn.Module):
 
 
 class SharedBuffer(Base):
-    """Two modules hold one buffer; one writes it and the other reads it."""
-
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__(blocks)
         self.blocks[1].average = self.blocks[0].average

@@ -27,7 +27,6 @@ def with_moments(kind: str, stage: int = 1, tier: str = "none", nvme: str | Path
 
 
 def reduced(name: str, values: torch.Tensor, number: int, half: int) -> torch.Tensor:
-    """Return the values of a whole moment after stochastic rounding, in numpy."""
     flat = values.reshape(-1).numpy()
     seed = int.from_bytes(hashlib.blake2b(f"{number} {name}".encode(), digest_size=4).digest(), "little")
     words = np.random.Philox(key=0).random_raw(2**16).view("<u4").astype(np.int64)

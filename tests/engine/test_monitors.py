@@ -29,7 +29,6 @@ def csv_config(folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 def columns(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Each file's rows, without its header, by metric."""
     found = {}
     for path in folder.glob("*.csv"):
         with path.open(newline="") as file:
@@ -120,8 +119,6 @@ def test_a_full_disk_warns_once_and_stops_nothing(tmp_path: Path, caplog: pytest
 
 
 class Broken:
-    """A monitor that always fails."""
-
     def write(self, values: Mapping[str, float], samples: int) -> None:
         raise RuntimeError("no writer")
 

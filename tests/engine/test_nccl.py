@@ -44,13 +44,11 @@ def config(stage: int, nvme: str, **keys: Any) -> dict[str, Any]:
 
 
 def trained(made: dict[str, Any], rank: int, model: nn.Module | None = None) -> tuple[list[float], dict[str, str]]:
-    """Return the losses and the hash of everything of this rank."""
     with start(made, model) as engine:
         return steps_of(engine, rank), engine_digests(engine)
 
 
 def steps_of(engine: Any, rank: int) -> list[float]:
-    """Take two steps and return the losses."""
     losses = []
     for _ in range(2):
         for micro in range(engine.gradient_accumulation_steps()):
@@ -77,7 +75,6 @@ def test_one_rank_trains_as_a_process_alone(backend: str, nvme: Path, tmp_path: 
 
 
 def _exchanged(world: World, rank: int) -> dict[str, Any]:
-    """Return what two ranks gave each other."""
     values = world.all_gather_object({"rank": rank, "text": "x" * (5 + rank)})
     sent = torch.full((5,), float(rank + 1))
     world.broadcast(sent, source=1)  # of the host, wherever the backend's collectives are
@@ -94,7 +91,6 @@ def _exchanged(world: World, rank: int) -> dict[str, Any]:
 
 
 def _quantized(rank: int, keys: dict[str, Any], nvme: str) -> tuple[list[float], dict[str, int], str]:
-    """Return the losses, the bytes sent, and the bits of a parameter."""
     made = config(3, nvme)
     made["zero_optimization"] |= keys
     with start(made) as engine:

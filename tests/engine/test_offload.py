@@ -44,7 +44,6 @@ def wide_net() -> torch.nn.Module:
 
 
 def offloaded(nvme: str | Path, tier: str = "nvme", **zero: Any) -> dict[str, Any]:
-    """Return a config with parameters and optimizer state on `tier`."""
     config = make_config(3, tier, nvme, tier)
     config["zero_optimization"]["offload_param"] |= zero.pop("offload_param", {})
     config["zero_optimization"] |= zero

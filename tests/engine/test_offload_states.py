@@ -22,8 +22,6 @@ BIG = {"vocab": 3001, "width": 48}
 
 
 class Named(Enum):
-    """As DeepSpeed names them."""
-
     OPTIM = "optim_states"
     CPU = "cpu"
 
@@ -34,7 +32,6 @@ def tiers(engine: Engine) -> dict[str, str]:
 
 
 def parameter_bytes(engine: Engine) -> int:
-    """Bytes of memory of parameters, whatever the store says."""
     records = engine.training_state.state.records
     storages = {t.untyped_storage() for r in records for t in (r.full, r.shard) if t is not None}
     return sum(storage.nbytes() for storage in {s.data_ptr(): s for s in storages}.values())

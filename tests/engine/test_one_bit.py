@@ -84,7 +84,6 @@ def tensor_state(rule: tuple[AdamRule, str], **settings: Any) -> TensorState:
 def run(
     rule: tuple[AdamRule, str], steps: int, compressed: Lossy, **settings: Any
 ) -> tuple[list[torch.Tensor], list[Phase]]:
-    """Return the weights after each update, and its phase."""
     state, weights, phases = tensor_state(rule, **settings), [], list[Phase]()
     for step, gradient in enumerate(gradients(steps), 1):
         before = compressed.calls
@@ -128,7 +127,6 @@ def test_the_warm_up_has_the_bits_of_lamb() -> None:
 
 
 def adam_by_numbers(steps: int, freeze: int, decay: float, send: Callable[[Vector], Vector]) -> Iterator[Vector]:
-    """1-bit Adam, element by element."""
     weights, moment, variance = parameter().detach().flatten().tolist(), [0.0] * 24, [0.0] * 24
     for step, gradient in enumerate(gradients(steps), 1):
         moment = [BETA1 * m + (1 - BETA1) * g for m, g in zip(moment, gradient.tolist(), strict=True)]
@@ -216,7 +214,6 @@ def test_a_rate_of_zero_lets_ranks_of_zero_one_adam_meet() -> None:
 
 
 def lamb_by_numbers(steps: int, freeze: int, decay: float, send: Callable[[Vector], Vector]) -> Iterator[Vector]:
-    """1-bit LAMB, element by element, with the default limits."""
     weights = parameter().detach().flatten().tolist()
     moment, variance, fresh, frozen, ratio = [0.0] * 24, [0.0] * 24, [0.0] * 24, 0.0, 1.0
     for step, gradient in enumerate(gradients(steps), 1):
@@ -264,7 +261,6 @@ def config_of(kind: str, stage: int, **keys: Any) -> dict[str, Any]:
 
 
 def own_of(engine: Engine) -> list[Any]:
-    """What this rank has for itself, as plain numbers."""
     stepper = engine.training_state.update.stepper
     assert isinstance(stepper, OneBitStep)
     return [{name: values.tolist() for name, values in own.items()} for own in stepper.own.values()]

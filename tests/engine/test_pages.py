@@ -49,7 +49,6 @@ def blocks(page: str) -> list[str]:
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, without its head."""
     section = re.split(r"\n##+ ", text_of(page).partition(f"# {heading}\n")[2], maxsplit=1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -147,8 +146,6 @@ def engine_of(model: nn.Module, **keys: Any) -> zstore.engine.Engine:
 
 
 class Loss(nn.Linear):
-    """A model that returns its loss."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).square().mean()
 

@@ -38,7 +38,6 @@ def step(engine: Engine, number: int = 0) -> None:
 
 
 def trains(engine: Engine) -> bool:
-    """Return whether a step changes the model that the caller holds."""
     before = engine.get_full_parameter("blocks.0.up.weight")
     seen = shown(engine)
     step(engine, 7)
@@ -195,7 +194,6 @@ def test_frozen_parameters_cannot_be_thawed_and_trained_ones_can_be_frozen(place
 
 
 def loads_state_dicts(rank: int, place: str) -> list[str]:
-    """Load a state dict in several ways and return what the engine has then."""
     found = []
     for way in ("load_module_state_dict", "load_state_dict", "custom"):
         with start(place) as engine:

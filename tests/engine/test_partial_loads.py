@@ -22,7 +22,6 @@ OWN_LR = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint after three steps, and what the engine held."""
     with start() as engine:
         for _ in range(3):
             step(engine)
@@ -155,7 +154,6 @@ def precise(precision: str, stage: int, tier: str, nvme: Path, scale: float = OW
 
 
 def values_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """Every master and moment, whole and in fp32; what is frozen in its own type."""
     found: dict[str, torch.Tensor | None] = {}
     for record in engine.training_state.state.records:
         found[record.name] = engine.get_full_parameter(record.name)
@@ -167,7 +165,6 @@ def values_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def saved_in_each(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
-    """A folder with a checkpoint of each precision, and what each run values_of."""
     folder = tmp_path_factory.mktemp("precisions")
     values = {}
     for precision in DTYPES:
@@ -214,13 +211,11 @@ def net(seed: int = 0) -> Net:
 
 
 def moved(engine: Engine) -> tuple[int, int]:
-    """Bytes read from and written to the disk so far."""
     found = engine.statistics().store
     return found.disk_read_bytes, found.disk_write_bytes
 
 
 def arrays_on_disk(engine: Engine) -> dict[str, int]:
-    """Bytes of the arrays that rest on disk and that a checkpoint has, by name."""
     store = engine.training_state.state.store
     return {
         name: store.local(name).nbytes

@@ -27,7 +27,6 @@ def loaders(world_size: int, count: int = 21, micro: int = 2, batch: int = 8, **
 
 
 def rounds(loader_of_rank: list[TrainingLoader]) -> list[list[int]]:
-    """Return what all ranks together get in each round of an epoch."""
     return [[int(x) for batch in round_ for x in batch] for round_ in zip(*loader_of_rank, strict=True)]
 
 

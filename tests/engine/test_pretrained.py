@@ -29,7 +29,6 @@ CLASSES: dict[str, Any] = {
 
 
 def saved(name: str, folder: Path | str, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    """A folder as transformers writes it; in several files where it is given a `max_shard_size`."""
     build(name).to(dtype).save_pretrained(folder, **options)
     return Path(folder)
 

@@ -21,7 +21,6 @@ from zstore.errors import ConfigError, UsageError
 
 
 def setting_at_each_step(schedule: NamedSchedule, steps: int, name: str = "lr") -> list[list[Any]]:
-    """What each group has at each step."""
     found = []
     for _ in range(steps):
         found.append([group[name] for group in schedule.optimizer.param_groups])
@@ -176,7 +175,6 @@ def engine_with(scheduler: Any = None, **kwargs: Any) -> Engine:
 
 
 def train(engine: Engine, steps: int) -> list[tuple[Any, ...]]:
-    """What each step used and left: rates, betas, weights."""
     found = []
     for _ in range(steps):
         group = engine.optimizer.param_groups[0]

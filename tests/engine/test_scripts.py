@@ -36,14 +36,11 @@ DS_JSON = """\
 
 @dataclass(frozen=True)
 class Output:
-    """What the ranks of a script printed."""
-
     lines: dict[int, list[str]]
     """Of each rank, in order."""
     errors: str
 
     def losses(self) -> list[float]:
-        """Mean over ranks of the loss of each step."""
         found = [
             [float(re.findall(r"loss (\S+)", line)[0]) for line in lines if " loss " in f" {line}"]
             for lines in self.lines.values()
@@ -51,11 +48,9 @@ class Output:
         return [mean(ranks) for ranks in zip(*found, strict=True)]
 
     def steps(self) -> list[int]:
-        """Steps that rank 0 did."""
         return [int(found[1]) for line in self.lines[0] if (found := re.match(r"step (\d+) ", line))]
 
     def after(self, words: str, rank: int = 0) -> list[str]:
-        """What rank `rank` printed after `words`."""
         return [line.removeprefix(words).strip() for line in self.lines[rank] if line.startswith(words)]
 
 

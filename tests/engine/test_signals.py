@@ -81,17 +81,14 @@ class Rank:
         )
 
     def expect(self, word: str) -> None:
-        """Read a line."""
         line = self.process.stdout.readline().decode()
         assert line.startswith(word), (line, self.end())
 
     def go(self) -> None:
-        """Let it take a step."""
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
 
     def heard(self, number: signal.Signals) -> None:
-        """Wait until it said that it got the signal."""
         deadline = time.monotonic() + LIMIT_S
         text = b""
         while number.name.encode() not in text:
@@ -100,7 +97,6 @@ class Rank:
             text += os.read(self.process.stderr.fileno(), 4096)
 
     def end(self) -> tuple[int, str]:
-        """Wait for its end; returns exit code and what it wrote to stderr."""
         _, errors = self.process.communicate(timeout=LIMIT_S)
         return self.process.returncode, errors.decode()
 
@@ -127,7 +123,6 @@ def take_step(ranks: Sequence[Rank], number: int, *, skipped: int = 0) -> None:
 
 
 def whole(folder: Path) -> tuple[str, int, object]:
-    """Tag, step and client state of the only checkpoint, which has no fault."""
     assert len(tags(folder)) == 1
     with open_checkpoint(folder) as reader:
         assert verify_checkpoint(reader) == []

@@ -203,8 +203,6 @@ def test_ranks_agree_on_the_batch_size() -> None:
 
 
 class Constant(nn.Module):
-    """Has a gradient of `slope` at each of four elements in every micro-batch."""
-
     def __init__(self, slope: float) -> None:
         super().__init__()
         self.slope = slope
@@ -279,7 +277,6 @@ def test_a_save_within_a_step_has_the_state_of_the_last_step(world_size: int, tm
 
 
 def _sent_bytes(rank: int) -> list[list[int]]:
-    """Bytes that reductions sent, by stage and type."""
     found = []
     for stage in (0, 1, 3):
         found.append([])

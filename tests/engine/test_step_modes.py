@@ -169,7 +169,6 @@ def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
 
 
 def _pins(engine: Engine) -> int:
-    """Return the pins that are left on this run's arrays."""
     store = engine.training_state.state.store
     disk = sum(shard.current.pins for shard in store._homes["disk"]._shards.values())  # type: ignore[union-attr]
     return disk + sum(store._homes["host"]._pins.values()) + sum(store._homes["device"]._pins.values())

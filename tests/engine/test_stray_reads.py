@@ -286,8 +286,6 @@ class Expert(nn.Linear):
 
 
 class Mixture(nn.Module):
-    """Calls the expert that its input names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other, self.third = Expert(8, 8), Expert(8, 8), Expert(8, 8)
@@ -301,8 +299,6 @@ class Special(Mixture):
 
 
 class Mixtures(nn.Module):
-    """Two mixtures that are in no list."""
-
     def __init__(self) -> None:
         super().__init__()
         self.start, self.first, self.second, self.end = nn.Linear(4, 8), Special(), Mixture(), nn.Linear(8, 1)

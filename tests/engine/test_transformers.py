@@ -82,7 +82,6 @@ def _on_two_ranks(rank: int) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks() -> list[dict[str, list[str]]]:
-    """What each rank found; one start of the ranks serves all tests."""
     return run_ranks(_on_two_ranks, 2)
 
 

@@ -114,7 +114,6 @@ def test_each_type_comes_back_to_the_bit_from_every_file(world_size: int, tmp_pa
 
 
 def _refused() -> dict[str, torch.Tensor]:
-    """A tensor of each type and layout of torch that can be made and is not kept."""
     found: dict[str, torch.Tensor] = {
         "sparse_coo": torch.eye(4).to_sparse(),
         "sparse_csr": torch.eye(4).to_sparse_csr(),
@@ -236,7 +235,6 @@ def test_parameters_buffers_and_client_state(stage: int, tier: str, tmp_path: Pa
 
 
 def train_both(engine: Engine, plain: nn.Module, data: torch.Tensor) -> None:
-    """Take two steps of both, and compare."""
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=True)
     for _ in range(2):

@@ -76,7 +76,6 @@ RULES = {name: Rule(make) for name, make in CLIENTS.items()} | {
 
 
 def _check_whole(run: Run) -> None:
-    """Whole slots are those of the plain loop."""
     state, reference = run.engine.training_state.state, run.reference
     for record in state.scalars:
         for slot in state.slots_of(record):
@@ -177,7 +176,6 @@ def make_client(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def contents(engine: Engine) -> dict[str, str]:
-    """Return hashes of whole masters and of what the optimizer keeps of each parameter."""
     found: dict[str, str] = {}
     for record in engine.training_state.state.scalars:
         found[record.name] = digest(engine.get_full_parameter(record.name).reshape(-1))

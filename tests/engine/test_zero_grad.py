@@ -133,7 +133,6 @@ def test_zeros_are_no_gradients_for_a_good_micro_batch_that_follows(way: str, pl
 
 
 def _on_rank(rank: int, accumulation: int) -> dict[str, list[str]]:
-    """Each place with one of the ways, and each way."""
     ways = ["engine", "optimizer", "client", "module"]
     found = {p: _differing(p, accumulation, ways[number % 4], rank, 2) for number, p in enumerate(PLACES)}
     return {place: differing for place, differing in found.items() if differing}

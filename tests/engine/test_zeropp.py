@@ -71,8 +71,6 @@ def test_a_block_with_a_value_that_is_not_finite_has_none_that_is() -> None:
 
 
 class _Net(nn.Module):
-    """Two matrices in units of their own, biases, and a norm that persists."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -92,7 +90,6 @@ def _config(zero: dict[str, Any], own: dict[str, Any] | None = None, **keys: Any
 
 
 def _train(rank: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Train for some steps; return what was sent in the last of them, and bits."""
     torch.manual_seed(0)
     seen: dict[str, str] = {}
     with zstore.initialize(model=_Net(), config=config)[0] as engine:

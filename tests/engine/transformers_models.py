@@ -17,13 +17,11 @@ transformers.logging.set_verbosity_error()
 
 
 def batch_of_ids(generator: torch.Generator) -> Batch:
-    """A causal model's: the labels are the inputs."""
     ids = torch.randint(2, VOCAB, (SAMPLES, TOKENS), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
 def _masked(generator: torch.Generator) -> Batch:
-    """A masked model's: labels at some places, and padding."""
     ids = torch.randint(2, VOCAB, (SAMPLES, TOKENS), generator=generator)
     labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, ids, -100)
     labels[:, 0] = ids[:, 0]
@@ -58,7 +56,6 @@ _LLAMA = _SIZES | _ENDS | {"num_key_value_heads": 1, "max_position_embeddings": 
 
 
 def _made(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """Return what makes a model of `transformers`, by the names of its config and of what comes behind."""
     base, _, kind = name.partition(" ")
     config = getattr(transformers, f"{base}Config")(**settings)
     return lambda: getattr(transformers, f"{base}For{kind}")(config)
@@ -109,7 +106,6 @@ ARCHITECTURES = {
 
 
 def build(name: str) -> nn.Module:
-    """Return the model in fp32 with the same random values in every call."""
     torch.manual_seed(0)
     return ARCHITECTURES[name].make().train()
 
@@ -127,7 +123,6 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def checkpoint_layers(model: Any, reentrant: bool) -> None:
-    """Let transformers checkpoint the activations of each layer."""
     options = {"use_reentrant": reentrant}
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.20
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)

@@ -53,7 +53,6 @@ def losses(lines: list[str]) -> list[float]:
 
 
 def plain_losses(steps: int) -> list[float]:
-    """Losses of the GPT script's model in a plain loop with torch's optimizer."""
     found, _ = run("-c", PLAIN, SCRIPTS / "deepspeed" / "gpt.py", steps)
     return [float(line) for line in found]
 
@@ -101,7 +100,6 @@ def test_a_gpt_script_trains_as_the_plain_loop_and_goes_on_at_another_world_size
 
 
 def unmodified(script: str, folder: Path) -> Path:
-    """Return a copy of a script with the import that it was made from."""
     text = (SCRIPTS / f"{script}.py").read_text()
     assert text.count("\nimport zstore as deepspeed\n") == 1
     path = folder / f"{script}.py"

@@ -69,7 +69,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, tp:
 
 
 def digest(tensors: Any) -> str:
-    """Of the values of a whole state dict, put together from all ranks."""
     found = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -95,7 +94,6 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, **source: Any) -> N
 
 
 def train_and_save(rank: int, folder: str) -> dict[str, Any]:
-    """Beside torch's AdamW on the same FSDP2 model; then save three times."""
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # DCP of torch 2.9
     found: dict[str, Any] = {}
     theirs = sharded()
@@ -128,7 +126,6 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
 
 
 def flat_and_full() -> bool:
-    """A flattened state dict, and a whole one on each rank, go back in."""
     model = sharded()
     with Offloaded(AdamW, model.parameters(), device="cpu") as optimizer:
         step(model, optimizer, 0)
@@ -145,7 +142,6 @@ def flat_and_full() -> bool:
 
 
 def on_two_dims(folder: str) -> list[tuple[str, str]]:
-    """With tensor parallelism: torch's optimizer, this one, and this one loaded from a save of its."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of a view that tensor parallelism returns
     found = []
     for offloads in (False, True):
@@ -179,7 +175,6 @@ def in_ddp(folder: str) -> bool:
 
 
 def resume(rank: int, folder: str) -> dict[str, Any]:
-    """Load each of the three saves into this optimizer and one of them into torch's; go on from there."""
     found: dict[str, Any] = {}
     sources: dict[str, dict[str, Any]] = {
         "theirs": {"checkpoint_id": f"{folder}/theirs"},

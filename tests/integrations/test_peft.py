@@ -75,7 +75,6 @@ STAGE_3 = {
 
 
 def adapted(method: str, seed: int = 1) -> Any:
-    """A Llama with adapters of a method."""
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(method)]
     usual = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "num_virtual_tokens": 4}
     given = usual | SETTINGS.get(method, {})
@@ -98,12 +97,10 @@ def needs(method: str) -> set[str]:
 
 
 def saved_by_trainer(engine: DeepSpeedEngine) -> Any:
-    """What transformers' Trainer hands to peft at stage 3."""
     return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
 
 
 def logits(folder: Path, method: str) -> torch.Tensor:
-    """What a model that peft loads from a folder answers."""
     base = llama()
     base.config.use_cache = False  # type: ignore[union-attr]
     model = peft.PeftModel.from_pretrained(base, folder).eval()
@@ -113,7 +110,6 @@ def logits(folder: Path, method: str) -> torch.Tensor:
 
 
 def trained_loras(folder: Path) -> dict[str, str]:
-    """Adapters for XLORA to mix, by name."""
     for seed in range(2):
         model = adapted("LORA", seed)
         with torch.no_grad():

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 def trained(folder: Path, ds: Any = None) -> Any:
-    """Train for four steps and save; return what the library then loads."""
     model = SentenceTransformer(os.fspath(folder.parent / "bert"), device="cpu")
     quiet = {name: value for name, value in QUIET.items() if name != "bf16"}
     args = SentenceTransformerTrainingArguments(

@@ -27,7 +27,6 @@ DECOUPLED = {"checkpoint": {"writer": {"decoupled": True, "type": "FAST"}}}
 
 
 def engine_of(folder: Path, files: Any) -> Any:
-    """A small model on disk, whose saves go through `files`."""
     disk = {"device": "nvme", "nvme_path": os.fspath(folder)}
     zero = {"stage": 3, "offload_optimizer": disk, "offload_param": disk, "stage3_param_persistence_threshold": 0}
     model = torch.nn.Linear(64, 64)

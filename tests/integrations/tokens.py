@@ -16,7 +16,6 @@ _WORDS += ["then", "red", "blue", "small", "big"]
 
 
 def tokenizer() -> Any:
-    """A tokenizer of whole words."""
     names = ["<pad>", "<eos>", "<unk>", *_WORDS]
     made = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
@@ -31,7 +30,6 @@ def tokenizer() -> Any:
 
 
 def texts(samples: int, words: int = 6) -> Any:
-    """Sentences of different lengths."""
     lines = [
         " ".join(_WORDS[(3 * row + 5 * n) % len(_WORDS)] for n in range(words + row % 3)) for row in range(samples)
     ]
@@ -39,7 +37,6 @@ def texts(samples: int, words: int = 6) -> Any:
 
 
 def preferences(samples: int) -> Any:
-    """Prompts with a better and a worse answer."""
     rows = [line.split() for line in texts(samples, 8)["text"]]
     return datasets.Dataset.from_dict(
         {
@@ -54,13 +51,11 @@ SENTENCES = ["the cat sat", "dog ran on", "bird flew", "red house tree", "small 
 
 
 def sentences() -> Any:
-    """Pairs of sentences, and how alike they are."""
     scores = [0.1, 0.5, 0.9, 0.2, 0.4, 0.7]
     return datasets.Dataset.from_dict({"a": SENTENCES, "b": SENTENCES[::-1], "score": scores})
 
 
 def write_bert(folder: Path) -> None:
-    """Save a BERT of two layers with random weights."""
     import torch
     import transformers
 

@@ -26,7 +26,6 @@ QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader
 
 
 def llama(seed: int = 0, **changes: Any) -> nn.Module:
-    """A Llama of two layers with random weights."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         **{
@@ -64,7 +63,6 @@ class Texts(Dataset[dict[str, Any]]):
 
 
 def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
-    """Arguments of a short run on the CPU that talks to nobody."""
     return TrainingArguments(
         **{
             **QUIET,
@@ -105,7 +103,6 @@ def plain_again() -> None:
 
 
 def train(folder: Path, ds: Any = None, kind: Any = Trainer, model: Any = None, **run: Any) -> Any:
-    """Train a Llama, or `model`, on the CPU, with DeepSpeed's config `ds` or without any; return the Trainer."""
     if ds is None:
         plain_again()
     given = {name: run.pop(name) for name in ("callbacks", "optimizers", "train_dataset") if name in run}
@@ -128,7 +125,6 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def config(folder: Path | str, device: str = "nvme", stage: int = 3, **changes: Any) -> dict[str, Any]:
-    """A config with everything "auto"; `device`: where parameters and state rest."""
     Path(folder).mkdir(exist_ok=True)
     offload = {"device": device} | ({"nvme_path": os.fspath(folder)} if device == "nvme" else {})
     if stage < 3:
@@ -161,5 +157,4 @@ def config(folder: Path | str, device: str = "nvme", stage: int = 3, **changes: 
 
 
 def history(trainer: Any, *names: str) -> list[float]:
-    """The values that a Trainer logged under these names, in order."""
     return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]

@@ -13,13 +13,11 @@ CASES = sorted(path.parent.name for path in DATA.glob("*/expected.json"))
 
 
 def root_of(case: str) -> Path:
-    """The folder that DeepSpeed was given to save into."""
     inner = DATA / case / "checkpoint-3"
     return inner if inner.exists() else DATA / case
 
 
 def expected(case: str) -> dict[str, torch.Tensor]:
-    """What DeepSpeed's own functions gathered."""
     return load_file(DATA / case / "expected.safetensors")
 
 

@@ -19,8 +19,6 @@ SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-2, "warmup_num_s
 
 
 class Block(nn.Module):
-    """A norm, a projection and a scalar of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -33,8 +31,6 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A tied head, a frozen layer, a 3-D parameter on the root, buffers of two types."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
@@ -64,7 +60,6 @@ def make_tiny() -> Tiny:
 
 
 def groups_of(model: nn.Module, kind: str) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: one, or ("two") with matrices apart from the rest."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if kind == "one":
         return [{"params": trained}]
@@ -82,6 +77,5 @@ def global_batch(step: int) -> torch.Tensor:
 
 
 def micro_batches(step: int, rank: int, world_size: int, accumulation: int = 1) -> list[torch.Tensor]:
-    """Return a rank's micro-batches of a step."""
     parts = global_batch(step).chunk(world_size * accumulation)
     return [parts[micro * world_size + rank] for micro in range(accumulation)]

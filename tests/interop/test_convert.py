@@ -74,7 +74,6 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of torch.distributed.checkpoint, as it writes one."""
     path = tmp_path_factory.mktemp("dcp") / "step-30"
     with pytest.warns(UserWarning, match="torch.distributed is"):
         dcp.save(state(), checkpoint_id=path, no_dist=True)
@@ -82,14 +81,11 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Trap:
-    """What a pickle would call."""
-
     def __reduce__(self) -> Any:
         return os.system, ("touch trapped",)
 
 
 def edited(folder: Path, change: Callable[[Any], Any]) -> Path:
-    """Change the metadata of a folder, or replace it by what is returned."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     changed = change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata if changed is None else changed))
@@ -321,7 +317,6 @@ Way = Callable[[Path, Path], None]
 
 
 def gpt2(folder: Path, **options: Any) -> Any:
-    """Save a model with all that belongs to it, and return it."""
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
     model.generation_config.max_new_tokens = 7
     model.save_pretrained(folder, **options)

@@ -82,7 +82,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
 
 
 def whole(state: Any) -> Any:
-    """The state dict with whole tensors, as numbers that go through a pipe."""
     if isinstance(state, DTensor):
         return state.full_tensor().tolist()
     if isinstance(state, torch.Tensor):
@@ -152,7 +151,6 @@ def load_one(path: str, flat: bool, like: str) -> Any:
 
 
 def save_sharded(folder: str) -> None:
-    """Save tensors of every placement; refuse partial ones."""
     mesh = init_device_mesh("cpu", (2, 2))
     weight = torch.arange(21.0).reshape(7, 3)
     state = {

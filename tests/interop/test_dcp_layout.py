@@ -44,7 +44,6 @@ def work(folder: Path, rank: int, *layouts: ArrayLayout) -> RankWork:
 
 
 def write(folder: Path, values: Array, boxes: list[Box], world_size: int) -> tuple[ArrayLayout, list[ShardSummary]]:
-    """Write the array from as many ranks as there are boxes."""
     spec = spec_of(*values.shape)
     layout = ArrayLayout.of(spec, boxes, world_size)
     folder.mkdir()

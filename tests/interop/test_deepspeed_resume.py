@@ -30,7 +30,6 @@ NVME = [case for case in CASES if "nvme" in case]
 
 
 def config_for(case: str, world_size: int, **zero: Any) -> dict[str, Any]:
-    """DeepSpeed's own config of the case, at another world size."""
     config: dict[str, Any] = copy.deepcopy(facts(case)["config"])
     config["train_micro_batch_size_per_gpu"] = TRAIN_BATCH_SIZE // world_size
     config["gradient_accumulation_steps"] = 1
@@ -49,7 +48,6 @@ def start(case: str, config: dict[str, Any]) -> Engine:
 
 
 def train(engine: Engine, first: int, steps: int, world_size: int) -> list[float]:
-    """Return each step's loss over all ranks."""
     losses = []
     for number in range(first, first + steps):
         total = 0.0

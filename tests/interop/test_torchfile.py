@@ -122,7 +122,6 @@ def test_every_cut_is_an_error(path: Path, tmp_path: Path) -> None:
 
 
 def rewrite(path: Path, change: dict[str, bytes], drop: str = "") -> None:
-    """Write the archive anew with other contents of entries."""
     with zipfile.ZipFile(path) as archive:
         entries = {info.filename: archive.read(info) for info in archive.infolist()}
     root = next(iter(entries)).split("/")[0]
@@ -157,7 +156,6 @@ def test_what_is_no_file_of_torch_save_is_refused(path: Path, tmp_path: Path) ->
 
 
 def tensor_pickle(numel: int, first: Any, shape: Any, stride: Any, key: str = "0") -> bytes:
-    """A pickle of one fp32 tensor with these facts."""
     out = io.BytesIO()
     out.write(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((")
 
@@ -209,8 +207,6 @@ def test_keys_of_storages_are_no_paths(path: Path, tmp_path: Path) -> None:
 
 
 class Caller:
-    """Has a function called as it is unpickled."""
-
     def __init__(self, function: Any, *args: Any) -> None:
         self._call = (function, args)
 

@@ -68,7 +68,6 @@ def grown(module: str, good: Path, out: Path, paths: Sequence[Path], *, opened: 
 
 
 def sparse(path: Path, nbytes: int) -> None:
-    """Make a file of so many bytes that takes no room."""
     path.unlink(missing_ok=True)
     path.touch()
     os.truncate(path, nbytes)
@@ -88,7 +87,6 @@ def use(path: Path, out: Path) -> list[str]:
 
 
 def use_opening(path: Path, out: Path) -> list[str]:
-    """Do one of these things."""
     return _errors_of(lambda: convert_command(path, out / "ours", to="zstore"))
 
 

@@ -22,7 +22,6 @@ def values(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> np
 
 
 def table() -> str:
-    """Return a row for each public call: how it is called, and the first paragraph of its docstring."""
     opening = {name: getattr(zstore, name) for name in ("open_store", "open_checkpoint_async")}
     methods = {name: call for name, call in vars(Store).items() if not name.startswith("_")}
     calls = opening | methods | {"statistics": Store.statistics}
@@ -37,7 +36,6 @@ def table() -> str:
 
 
 def shown() -> str:
-    """Return the table that the page has."""
     (found,) = _TABLE.findall(PAGE.read_text())
     return str(found)
 

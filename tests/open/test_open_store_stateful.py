@@ -57,7 +57,6 @@ def make(kind: int, seed: int) -> np.ndarray:
 
 
 def turn(value: Any) -> None:
-    """Change every element of a tensor or an array in place."""
     turn_in_place(plain(value).reshape(-1))
 
 
@@ -278,7 +277,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
 
     @rule(some=several, seed=seeds, kind=kinds)
     def threads(self, some: list[str], seed: int, kind: int) -> None:
-        """Threads change arrays side by side."""
         errors: list[BaseException] = []
 
         def work(name: str) -> None:
@@ -304,7 +302,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
             self.saving.pop(tag).wait()
 
     def forget_errors(self) -> None:
-        """Hear what nobody heard of."""
         while True:
             try:
                 self.store.flush().wait()

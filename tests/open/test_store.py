@@ -90,8 +90,6 @@ def test_rows_out_and_indices(store: Store) -> None:
 
 
 class Sharded(torch.Tensor):
-    """A tensor of which a rank has a part, as a DTensor."""
-
     def to_local(self) -> torch.Tensor:
         return torch.zeros(1)
 

@@ -7,6 +7,5 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the chosen tests."""
     chosen = set(Path(os.environ["CHOSEN"]).read_text().splitlines())
     items[:] = [item for item in items if item.nodeid in chosen]

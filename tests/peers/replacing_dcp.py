@@ -19,8 +19,6 @@ import zstore.dcp
 
 
 class FileSystemWriter(zstore.dcp.Writer):
-    """torch's call for zstore's writer."""
-
     def __init__(
         self, path: Any, *, thread_count: int = 1, cache_staged_state_dict: bool = False, overwrite: bool = True
     ) -> None:

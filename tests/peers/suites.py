@@ -41,12 +41,10 @@ class Suite:
 
     @property
     def cwd(self) -> Path:
-        """Where pytest runs."""
         return SOURCES / self.repository.rpartition("/")[2].lower() / self.folder
 
     @property
     def fetch(self) -> str:
-        """Commands that bring the tests."""
         into = f"tests/peers/sources/{self.repository.rpartition('/')[2].lower()}"
         return (
             f"{self.name}: the tests are not there, or a package is missing: pip install {' '.join(self.needs)}\n"
@@ -56,11 +54,9 @@ class Suite:
 
     @property
     def chosen(self) -> Sequence[str]:
-        """Node ids of the tests that are run."""
         return (HERE / "chosen" / f"{self.name}.txt").read_text().splitlines()
 
     def passed(self, chosen: Sequence[str], report: Path, *, stands_in: bool) -> Sequence[str]:
-        """Run the chosen tests that are there; return those that pass."""
         files = sorted({line.partition("::")[0] for line in chosen})
         words = ["-c", self.ini, *(file for file in files if (self.cwd / file).is_file())]
         (self.cwd / self.ini).touch()
@@ -139,7 +135,6 @@ SUITES = (
 def passed(
     folder: Path, words: Sequence[str], report: Path, *, plugins: Sequence[str] = (), variables: Mapping[str, str]
 ) -> set[str]:
-    """Run pytest in a project's `folder` with `words` and plugins of this folder; return the tests that pass."""
     command = [sys.executable, "-m", "pytest", *words, "-q", f"--junitxml={report}", "-p", "no:cacheprovider"]
     command += ["-o", "junit_family=xunit1", *(word for plugin in plugins for word in ("-p", plugin))]
     python_path = os.pathsep.join(filter(None, [os.fspath(HERE), os.environ.get("PYTHONPATH")]))
@@ -154,7 +149,6 @@ def passed(
 
 
 def reported(node_id: str) -> str:
-    """Return how a report names the test `node_id`."""
     path, bracket, parameters = node_id.partition("[")
     file, _, names = path.partition(".py::")
     return f"{file.replace('/', '.')}.{names.replace('::', '.')}{bracket}{parameters}"

@@ -51,7 +51,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800), pytest.mark.skipif(no
 
 
 def _run(folder: Path, *words: Any, world_size: int = 1, path: Path | None = None) -> str:
-    """Run a script as zstore starts DeepSpeed's; return what it wrote."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -65,7 +64,6 @@ def _run(folder: Path, *words: Any, world_size: int = 1, path: Path | None = Non
 
 
 def _tokenizer(folder: Path) -> None:
-    """A tokenizer of a few words in the files that the scripts look for."""
     made = ByteLevelBPETokenizer()
     made.train_from_iterator(LINES, vocab_size=320, special_tokens=list(SPECIAL.values()))
     folder.mkdir()

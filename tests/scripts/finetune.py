@@ -18,8 +18,6 @@ PAD, QUESTION, VOCABULARY = 0, 1, 32
 
 
 class Spans(Dataset[dict[str, Any]]):
-    """Sequences of unequal length in which one token comes twice; where it comes first is the answer."""
-
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(11)
         self.samples = []

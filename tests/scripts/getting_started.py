@@ -34,8 +34,6 @@ class Text(Dataset[Tensor]):
 
 
 class NextByte(nn.Module):
-    """Predicts each byte from those before it; the head is the embedding."""
-
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)

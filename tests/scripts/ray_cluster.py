@@ -40,7 +40,6 @@ class Goal:
 
 
 def saved() -> list[tuple[int, int]]:
-    """Step and number of workers of each version."""
     try:
         return [(one.record.step, one.record.training_world_size) for one in tags(open_folder(url))]
     except ZstoreError:

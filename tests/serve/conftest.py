@@ -38,6 +38,5 @@ def url(tmp_path: Path, serve: Serve) -> str:
 
 @pytest.fixture
 def http() -> Iterator[urllib3.PoolManager]:
-    """A client without retries."""
     with urllib3.PoolManager(retries=False, timeout=200) as pool:
         yield pool

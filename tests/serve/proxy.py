@@ -32,7 +32,6 @@ class Proxy:
             self._due.append((self.sent_bytes + num_bytes, happen))
 
     def cut(self) -> None:
-        """End all connections, as a network does that breaks."""
         with self._lock:
             broken, self._sockets = self._sockets, set()
         for one in broken:
@@ -40,7 +39,6 @@ class Proxy:
                 one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Accept nothing more, and end all."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -86,7 +84,6 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy_to(port: int) -> Iterator[Proxy]:
-    """Yield a proxy for the length of a `with` block."""
     proxy = Proxy(port)
     try:
         yield proxy

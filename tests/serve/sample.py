@@ -64,7 +64,6 @@ class JournalWriter:
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append a line."""
         with self.path.open("a", encoding="utf-8") as file:
             self._put(file, kind, values)
 
@@ -72,7 +71,6 @@ class JournalWriter:
         file.write(json.dumps({"kind": kind, "at": round(self.at, 3), **values}, separators=(",", ":")) + "\n")
 
     def start(self, run_id: str, *, pid: int | None = None, total_steps: int = 1000) -> None:
-        """Begin a process, with its map of memory."""
         self.write(
             "start",
             version=1,
@@ -93,7 +91,6 @@ class JournalWriter:
         self.write("memory", host_budget_bytes=64 * _MIB, device_bytes=256 * _MIB, arrays=arrays)
 
     def steps(self, count: int, *, step_s: float = 0.2) -> None:
-        """Append lines of `count` steps, at once."""
         with self.path.open("a", encoding="utf-8") as file:
             for _ in range(count):
                 self._put(file, "step", self._next_step(step_s))
@@ -131,7 +128,6 @@ class JournalWriter:
         }
 
     def saved(self, folder: Path, *, linked_bytes: int, written_bytes: int) -> None:
-        """Append what a save of the present step says."""
         place: dict[str, Any] = {"step": self.step, "tag": step_tag(self.step), "location": str(folder)}
         self.at += 0.05
         done = {"stall_s": 0.012, "elapsed_s": 0.05, "linked_bytes": linked_bytes, "written_bytes": written_bytes}
@@ -167,7 +163,6 @@ class SampleRun:
 
 @contextlib.contextmanager
 def opened_run(folder: Path, run_id: str, *, started_at: float) -> Iterator[SampleRun]:
-    """Yield a run in `folder` that has not trained yet."""
     folder.mkdir(parents=True, exist_ok=True)
     swap = folder.parent / f".swap-{run_id[:8]}"
     swap.mkdir(exist_ok=True)
@@ -211,7 +206,6 @@ def train(run: SampleRun, *, steps: tuple[int, ...] = SAVE_STEPS, first_process_
 
 
 def leave_behind(folder: Path) -> None:
-    """Leave an interrupted save, and a folder whose record is damaged."""
     save_id = "ab" * 16
     lost = folder / own_name(step_tag(310), "tmp", save_id)
     (lost / "manifest").mkdir(parents=True)
@@ -225,7 +219,6 @@ def leave_behind(folder: Path) -> None:
 
 
 def make_sample(folder: Path, *, now: float | None = None) -> Path:
-    """Make the two runs below `folder`, and return it."""
     now = time.time() if now is None else now
     with opened_run(folder / RUN, RUN_ID, started_at=now - 120) as run:
         train(run)

@@ -258,7 +258,6 @@ ABOVE = "/tools/store"
 
 @pytest.fixture
 def below(tmp_path: Path, serve: Serve) -> Iterator[str]:
-    """The URL of a service of one run, below a path."""
     save_arrays(tmp_path / "runs/one", {"model/a": np.arange(1000.0)})
     base = serve(tmp_path / "runs", token=TOKEN)
     with reverse_proxy(base, above=ABOVE) as url:

@@ -40,7 +40,6 @@ class View:
 
 
 def views_of(run: str, checkpoint: str) -> list[View]:
-    """Return all views of a run."""
     base = f"/#/run/{quote(run, safe='')}"
     return [
         View("run", base, "[data-test=chart-loss] canvas"),
@@ -67,11 +66,9 @@ class Watched:
     dialogs: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        """Raise where anything was noted."""
         assert (self.errors, self.outside, self.dialogs) == ([], [], [])
 
     def open(self, view: View) -> Page:
-        """Show a view and wait until it is drawn."""
         self.page.goto(self.origin + view.path)
         self.page.wait_for_selector(view.ready)
         return self.page
@@ -85,7 +82,6 @@ class Watched:
 
 @contextlib.contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Start Chromium with a profile of its own for the length of a `with` block."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(_ARGUMENTS))
         try:
@@ -95,7 +91,6 @@ def open_browser() -> Iterator[Browser]:
 
 
 def watch(context: BrowserContext, origin: str) -> Watched:
-    """Return a new page of `context` that may reach `origin` alone."""
     page = context.new_page()
     page.set_default_timeout(TIMEOUT_MS)
     watched = Watched(page, origin)
@@ -130,15 +125,12 @@ def overflow_px(page: Page) -> int:
 
 @dataclass
 class Site:
-    """A service over the sample, and a browser."""
-
     folder: Path
     base: str
     browser: Browser
 
     @contextlib.contextmanager
     def page(self, *, size: tuple[int, int] = WIDE, scheme: Literal["light", "dark"] = "light") -> Iterator[Watched]:
-        """Yield a page in a window of `size`, for people who like `scheme`; it is checked at the end."""
         viewport: Any = {"width": size[0], "height": size[1]}
         context = self.browser.new_context(viewport=viewport, color_scheme=scheme, reduced_motion="reduce")
         with contextlib.closing(context):
@@ -149,7 +141,6 @@ class Site:
 
 @contextlib.contextmanager
 def open_site(folder: Path) -> Iterator[Site]:
-    """Make the sample in `folder`, serve it, and start a browser."""
     make_sample(folder / "runs")
     with serving_of(folder / "runs") as base, open_browser() as browser:
         yield Site(folder / "runs", base, browser)

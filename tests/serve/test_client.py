@@ -38,7 +38,6 @@ QUICK = Retries(attempts=3, first_pause_s=0.0)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with two checkpoints of two ranks, whose tags are no plain names."""
     folder = tmp_path_factory.mktemp("runs") / "a run"
     with open_world(ARRAYS, world_size=2) as world:
         world.save(folder, step=1, tag="first 50%")
@@ -193,7 +192,6 @@ class _Silent(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving_by(handler: Any) -> Iterator[str]:
-    """A server of other software's, by its URL."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

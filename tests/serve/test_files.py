@@ -36,7 +36,6 @@ JSON = {"Accept": "application/json"}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with two checkpoints, one in a loop's folder, and all that must not be seen."""
     folder = tmp_path_factory.mktemp("runs") / "one"
     arrays = {"model/a.b": VALUES, "model/odd name/x": ODD}
     with open_world(arrays, world_size=2) as world:

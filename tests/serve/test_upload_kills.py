@@ -94,7 +94,6 @@ class KilledUploads:
         return path, replaces
 
     def serve(self, fail_at: int | None = None) -> BaseProcess:
-        """Start a service, and return its process once it answers."""
         process = self._context.Process(target=_serve, args=(str(self.runs), self._port, fail_at), daemon=True)
         process.start()
 
@@ -107,7 +106,6 @@ class KilledUploads:
         return process
 
     def stop(self, process: BaseProcess) -> None:
-        """End a service well."""
         if process.pid is not None and process.is_alive():
             os.kill(process.pid, signal.SIGINT)
         process.join(200)
@@ -141,7 +139,6 @@ class KilledUploads:
         assert set(list(self._committed)[-5:]) <= set(found)
 
     def plain(self) -> None:
-        """An upload of which nothing is killed."""
         path, replaces = self.checkpoint()
         process = self.serve()
         with proxy_to(self._port) as proxy:

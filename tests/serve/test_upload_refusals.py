@@ -24,8 +24,6 @@ Change = Callable[[Document], object]
 
 
 class Client:
-    """Speaks to the service as a client may that makes things up."""
-
     def __init__(self, base: str, runs: Path, checkpoint: Path, pool: urllib3.PoolManager) -> None:
         self.base, self.runs, self.checkpoint, self.pool = base, runs, checkpoint, pool
 
@@ -72,8 +70,6 @@ def client(tmp_path: Path, url: str, http: urllib3.PoolManager) -> Client:
 
 
 def _record(**fields: Any) -> Change:
-    """Lets the record say something else, with a digest that is right."""
-
     def change(offer: Document) -> None:
         record = json.loads(offer["record"]) | fields
         del record["digest"]

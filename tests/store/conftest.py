@@ -11,13 +11,11 @@ from zstore.testing.faults import FaultyFiles
 
 @pytest.fixture
 def files() -> FaultyFiles:
-    """File operations that a test may let fail."""
     return FaultyFiles()
 
 
 @pytest.fixture
 def store(tmp_path: Path, files: FaultyFiles) -> Iterator[Store]:
-    """A store with a disk tier, whose files may fail until the test is over."""
     with Store(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
         yield store
         files.heal()

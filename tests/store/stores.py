@@ -33,14 +33,12 @@ def create(
 
 
 def flip(tiles: Iterable[Tile]) -> None:
-    """Give all that a pass visits other bits."""
     for tile in tiles:
         for view in tile.views:
             view.view(np.uint8)[:] = ~view.view(np.uint8)
 
 
 def other_than(values: Array) -> Array:
-    """Return other bits everywhere."""
     return cast(Array, (~values.view(np.uint8)).view(values.dtype))
 
 

@@ -81,7 +81,6 @@ class PoolMachine(RuleBasedStateMachine):
         return any(-(-b.bytes.size // PAGE_BYTES) * PAGE_BYTES > self.pool.nbytes for b in self.lent)
 
     def longest_gap(self) -> int:
-        """Pages of the longest run of the slab that no lent buffer touches."""
         start = self.pool._slab.ctypes.data
         used = np.zeros(self.pool.nbytes // PAGE_BYTES, bool)
         for low, high in self.extents():
@@ -207,8 +206,6 @@ def test_threads_that_contend_all_get_their_turn_and_nobody_shares() -> None:
 
 
 class Runtime:
-    """Counts registrations; refuses them beyond `limit_bytes`."""
-
     def __init__(self, limit_bytes: int = 1 << 40, raises: bool = False) -> None:
         self.limit_bytes = limit_bytes
         self.raises = raises

@@ -16,7 +16,6 @@ SIZE = 64 * 1024
 
 
 def pages(nbytes: int, seed: int = 0) -> Bytes:
-    """Random bytes in memory that direct I/O takes."""
     data = make_slab(nbytes)
     data[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
     return data

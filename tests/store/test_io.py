@@ -236,8 +236,6 @@ def test_close_carries_out_what_is_queued_and_takes_no_more() -> None:
 
 
 class Clock:
-    """Time that passes when the test says so."""
-
     now = 0.0
 
     def __call__(self) -> float:

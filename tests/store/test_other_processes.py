@@ -70,8 +70,6 @@ def in_child(task: Callable[[], object]) -> str:
 
 
 class OfOpen:
-    """Reads rows of an array of an open checkpoint, of its weights, and by torch.distributed.checkpoint."""
-
     def __init__(self, opened: Any) -> None:
         self.array, self.opened = opened["model/w"], opened
         self.reader = zstore.dcp.Reader(opened.location)

@@ -230,7 +230,6 @@ def boxes(draw: st.DrawFn) -> Box:
 
 
 def box_elements(box: Box) -> np.ndarray:
-    """The flat elements of the whole that the box has, by numpy."""
     whole = np.arange(math.prod(box.shape)).reshape(box.shape)
     return whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
 
@@ -277,7 +276,6 @@ def test_ranges_to_read_hold_the_box(box: Box, most: int, gap: int) -> None:
 @given(shape=st.lists(st.integers(0, 4), max_size=3), data=st.data())
 def test_boxes_tile_where_numpy_counts_each_element_once(shape: list[int], data: st.DataObject) -> None:
     def cut(box: Box) -> list[Box]:
-        """The box in two, or as it is."""
         dim = data.draw(st.integers(0, max(len(shape) - 1, 0)))
         size = box.sizes[dim] if shape else 0
         at = data.draw(st.integers(0, size))

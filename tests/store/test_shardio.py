@@ -125,7 +125,6 @@ def test_zarr_tensorstore_and_we_read_files(
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ArraySpec, np.ndarray]:
-    """An array saved by 3 ranks, its files not to be changed."""
     folder = tmp_path_factory.mktemp("sample") / "a"
     spec = ArraySpec(name="model/w", shape=(3001, 97), dtype="float32")
     values = random_values("float32", spec.numel).reshape(spec.shape)
@@ -301,8 +300,6 @@ def test_payloads_at_rest_make_the_same_file(tmp_path: Path, shape: tuple[int, i
 
 
 class _Strict(Files):
-    """Files on a drive that wants memory in pages."""
-
     def __init__(self) -> None:
         super().__init__()
         self.moved: list[int] = []

@@ -282,8 +282,6 @@ LEAST_BYTES = 256 * 1024
 
 
 class CountedFiles(FaultyFiles):
-    """Files that note the bytes of each request."""
-
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[tuple[str, int]] = []

@@ -28,8 +28,6 @@ def in_thread(act: Callable[[], None]) -> threading.Thread:
 
 
 class MemoryContract(TierContract):
-    """What host and device share."""
-
     pins_in_place = True
 
     def test_an_updater_waits_until_every_pin_is_released(self, bench: TierBench) -> None:
@@ -138,7 +136,6 @@ class TestDiskTier(TierContract):
         return sorted(p.name for p in (bench.folder.parent / "tier").iterdir())
 
     def written(self, bench: TierBench) -> list[Path]:
-        """Paths of the writes since the last call."""
         paths = [Path(path) for kind, path in bench.files.paths if kind == "write"]
         bench.files.paths.clear()
         return paths

@@ -50,7 +50,6 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs one of `ALL` with more words; returns the exit code, and what it printed on stdout and stderr."""
     save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=1)
     last = save_arrays(tmp_path / "run", ARRAYS | {"model/b": np.ones(77, np.float32)}, world_size=2, step=2)
     other = save_arrays(tmp_path / "other", ARRAYS, world_size=3)  # cut in another way: it is read

@@ -39,7 +39,6 @@ Bench = Callable[..., Any]
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """Run a benchmark in this process, which leaves its figures alone; return them."""
     monkeypatch.setattr(limits.shutil, "which", lambda *_, **_more: None)  # fio needs seconds to start its jobs
 
     def run(module: ModuleType, *arguments: str, out: str = "--json", path: bool = True) -> Any:

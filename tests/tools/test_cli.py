@@ -113,8 +113,6 @@ def test_sizes_and_numbers() -> None:
 
 
 class Clock:
-    """Seconds that pass when told to."""
-
     def __init__(self) -> None:
         self.now_s = 100.0
 
@@ -123,8 +121,6 @@ class Clock:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
     def isatty(self) -> bool:
         return True
 

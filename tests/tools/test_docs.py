@@ -37,7 +37,6 @@ FENCE = re.MULTILINE | re.DOTALL
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -138,7 +137,6 @@ def test_pages_are_plain(words: str) -> None:
 
 
 def blocks(language: str) -> list[str]:
-    """The blocks of code of all pages in a language."""
     texts = (page.read_text(encoding="utf-8") for page in PAGES)
     return [
         textwrap.dedent(code) for text in texts for code in re.findall(rf"^ *```{language}\n(.*?)^ *```", text, FENCE)
@@ -169,7 +167,6 @@ def test_printed_json_can_be_read(code: str) -> None:
 
 
 def commands() -> list[list[str]]:
-    """The commands that pages print, as words."""
     lines = "\n".join([*blocks("bash"), *blocks("sh")]).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith("zstore ")]
 

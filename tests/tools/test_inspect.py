@@ -192,7 +192,6 @@ STATUS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints `old` and `new`, and how they are cut."""
     rng = np.random.default_rng(0)
     arrays: dict[str, Array] = {
         "model/w": rng.standard_normal((3000, 300)).astype(np.float32),
@@ -270,13 +269,11 @@ def folder_tags(tmp_path: Path) -> Path:
 
 
 def run(*words: object) -> tuple[int, dict[str, Any], str]:
-    """Run a command with `--json`; return its exit code, what it printed as JSON, and stderr."""
     code, out, err = here(*words, "--json")
     return code, json.loads(out) if out else {}, err
 
 
 def meant(command: str, told: dict[str, Any], out: Path, stderr: str) -> str:
-    """Return the tag that a command worked on, by what it printed or wrote."""
     if command == "inspect":
         return str(told["checkpoint"]["tag"])
     if command == "verify":

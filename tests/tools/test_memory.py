@@ -98,7 +98,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_deepspeed(root: Path, weight: Array) -> None:
-    """Write what DeepSpeed does at stage 2 on two ranks, of one parameter."""
     shapes = OrderedDict(w=torch.Size(weight.shape))
     model = {"module": OrderedDict(w=torch.from_numpy(weight).bfloat16()), "buffer_names": [], "param_shapes": [shapes]}
     ranks = []
@@ -185,7 +184,6 @@ def test_the_peak_stays_below_it(name: str, memory_bytes: int, base: Path, tmp_p
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of many arrays, of which each has a chunk."""
     folder = tmp_path_factory.mktemp("many")
     save_arrays(folder, {f"model/h.{i}.w": np.full(20, i, np.float32) for i in range(NUM_MANY)})
     return folder

@@ -19,7 +19,6 @@ SOURCES = {"zstore": ROOT / "zstore", "zstore/engine": ROOT / "engine", "zstore/
 
 
 def python_files() -> set[str]:
-    """Installed names of all Python files in the tree, found without following links."""
     found = set()
     for prefix, folder in SOURCES.items():
         for file in folder.rglob("*.py"):

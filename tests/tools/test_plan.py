@@ -32,7 +32,6 @@ NOT_SLOTS = ("parameters", "gradients", "master", "buffers")
 
 
 def options(folder: Path | None = None, config: dict[str, Any] | None = None, **more: Any) -> PlanOptions:
-    """Options for a model of 1 M parameters on a GPU; with a `config`, which is written into `folder`."""
     given: dict[str, Any] = {"model": "gpt-tiny", "gpus": 1, "gpu_memory": GB, "memory": GB, "seq_length": SEQ}
     if folder is not None:
         (folder / "ds.json").write_text(json.dumps(config))

@@ -17,7 +17,6 @@ BUILT_ON = ("zstore.checkpoint", "zstore.format", "zstore.io", "zstore.store")
 
 
 def imported_after(code: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has loaded after `code`."""
     report = "\nfinally:\n import sys; print('modules', *{name.partition('.')[0] for name in sys.modules})"
     command = [
         sys.executable,

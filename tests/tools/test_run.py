@@ -47,7 +47,6 @@ os._exit(code if code >= 0 else 255)
 
 
 def with_programs(folder: Path) -> dict[str, str]:
-    """Return variables with which `ssh` is found in `folder`."""
     path = folder / "ssh"
     path.write_text(f"#!{sys.executable}\n{SSH}")
     path.chmod(0o700)
@@ -108,7 +107,6 @@ def finish(tmp_path: Path, environment: Mapping[str, str], *words: str) -> tuple
 
 @contextmanager
 def running(tmp_path: Path, environment: Mapping[str, str], *words: str, ranks: int = 2) -> Iterator[Any]:
-    """A run whose ranks are all up."""
     with warm.Popen(
         [*RUN, *words, "waits.py"],
         stdout=subprocess.PIPE,

@@ -25,7 +25,6 @@ from zstore.tools.sample import Corpus, Gpt, GptConfig, build_model, open_corpus
 
 
 def make_folder(root: Path, sizes: list[int]) -> tuple[Corpus, bytes]:
-    """Files of random bytes below `root`, and what they are laid end to end."""
     random = np.random.default_rng(7)
     contents = [random.bytes(size) for size in sizes]
     for i, content in enumerate(contents):

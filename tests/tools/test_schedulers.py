@@ -125,7 +125,6 @@ else:
 
 
 def jobset() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The set, its job and its container."""
     found = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())["spec"]
     job = found["replicatedJobs"][0]["template"]["spec"]
     return found, job, job["template"]["spec"]["containers"][0]
@@ -244,7 +243,6 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(folder: Path) -> list[tuple[int, list[int], float]]:
-    """(batch, samples, loss) of each step."""
     found = []
     for step in range(STEPS):
         here = [line for line in lines(folder) if line["step"] == step]

@@ -109,7 +109,6 @@ def client_state() -> dict[str, Any]:
 
 
 def rank_main(name: str, work: Path) -> None:
-    """Train, save, go on; rank 0 writes what is expected."""
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -202,7 +201,6 @@ def of_stage0(engine: Any) -> dict[Any, dict[str, Any]]:
 
 
 def gathered(engine: Any, stage: int) -> dict[str, Any]:
-    """Return masters, moments, buffers and frozen parameters by our names, as DeepSpeed's own functions give them."""
     import deepspeed
     import torch
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -238,7 +236,6 @@ def gathered(engine: Any, stage: int) -> dict[str, Any]:
 
 
 def make(name: str) -> None:
-    """Run a case's ranks and move what they made into this folder."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary) / name

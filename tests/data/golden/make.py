@@ -36,8 +36,6 @@ STATE = {"text": "ü", "numbers": [1, 2.5, None, True], "worst": float("inf")}
 
 
 class Tied(nn.Module):
-    """One matrix under two names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(40, 8)
@@ -45,7 +43,6 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of giving the tokens back."""
         return nn.functional.cross_entropy(self.head(self.embed(tokens)).float(), tokens)
 
 
@@ -60,13 +57,11 @@ CONFIG = {
 
 
 def start() -> Engine:
-    """Return an engine over `Tied` that a golden can be loaded into."""
     torch.manual_seed(0)
     return zstore.initialize(model=Tied(), config=CONFIG)[0]
 
 
 def step(engine: Engine) -> float:
-    """Train one step; return the loss."""
     share = 4 // engine.world_size
     first = engine.global_steps * 4 + engine.global_rank * share  # the same samples at any world size
     loss = engine(torch.arange(first, first + share) % 40)
@@ -98,7 +93,6 @@ def _values(engine: Engine) -> dict[str, Any]:
 
 
 def plain_arrays() -> dict[str, Array]:
-    """Return arrays of many kinds."""
     rng = np.random.default_rng(0)
     return {
         "model/h.0.weight": rng.standard_normal((2, 10, 6)).astype(np.float32),
@@ -121,7 +115,6 @@ def write_expected(folder: Path, name: str, arrays: dict[str, Array], facts: dic
 
 
 def make_engine(folder: Path) -> None:
-    """Make a golden that an engine of two ranks saved."""
     with tempfile.TemporaryDirectory() as made:
         results = run_ranks(save_engine, 2, made)
         shutil.copytree(Path(made) / "ckpt" / ENGINE, folder / ENGINE)
@@ -137,7 +130,6 @@ def make_engine(folder: Path) -> None:
 
 
 def make_arrays(folder: Path) -> None:
-    """Make goldens of arrays of many kinds, as they are and packed."""
     arrays = plain_arrays()
     facts = {"step": 60, "world_size": 2, "aliases": {}, "state": STATE}
     with tempfile.TemporaryDirectory() as made:
@@ -156,7 +148,6 @@ KINDS: dict[str, Callable[[Path], None]] = {"arrays": make_arrays, ENGINE: make_
 
 
 def main(folder: Path, kinds: Sequence[str]) -> None:
-    """Make goldens of all kinds, or of those that are named, in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for kind in kinds or KINDS:
         KINDS[kind](folder)

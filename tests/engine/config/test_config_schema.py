@@ -82,7 +82,6 @@ def test_every_default_is_what_its_type_makes_of_it() -> None:
 
 
 def test_every_key_that_does_not_act_is_reported_when_set() -> None:
-    """Sets each such key to another value than its default, alone in its section."""
     switches: dict[str, dict[str, Any]] = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
     switches |= {key: {"device": "cpu"} for key in ("offload_param", "offload_optimizer")}
     sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "throughput")

@@ -93,7 +93,6 @@ NOISE = st.sampled_from([*SPACE, '// , } ] "\n', "# { [ : '\n", '/* " // \n # */
 
 @st.composite
 def noisy_json(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
-    """Return an object and a text of it with comments, white space and trailing commas at every place for them."""
     value = draw(st.dictionaries(st.text(), JSON_VALUES, max_size=4))
 
     def write(value: Any) -> str:

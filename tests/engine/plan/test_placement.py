@@ -208,7 +208,6 @@ ASKED = st.builds(
 
 
 def expected_total(one: Need, place: Places, holds: bool) -> int:
-    """Bytes of all that is kept of a parameter, wherever it is."""
     itemsize = 4 if one.dtype == FP32 else 2
     total = (one.numel if one.stays_gathered else one.rows_numel) * itemsize
     if one.slots is None:
@@ -392,7 +391,6 @@ def test_a_schedule_stays_within_its_limits(trace: Trace, limits: PrefetchLimits
 
 
 def layers(count: int) -> list[Use]:
-    """A forward and its backward: the last layer is used twice in a row."""
     order = [*range(count), *reversed(range(count))]
     return [Use(unit, number) for number, unit in enumerate(order)]
 
