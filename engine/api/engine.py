@@ -15,12 +15,12 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from zstore.checkpoint import SaveHandle
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.io import UserPath, user_location, user_path
 from zstore.io.closing import closing_with, settle
-from zstore.io.memory import cast_floating
 from zstore.ranks.world import World
 from zstore.weights.files import MAX_FILE_BYTES
 
@@ -140,7 +140,7 @@ class Engine(nn.Module):
         """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         config = self.training_state.config
         if config.settings.fp16.auto_cast and config.precision == "fp16":
-            args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
+            args, kwargs = tree_map(_in_fp16, (args, kwargs))
         self.require_parameters()
         with self.report.around_forward(), self.access.guard.during("forward"), self._around_forward():
             return self._loss_backward.watch(self.module(*args, **kwargs))
@@ -816,3 +816,7 @@ class Engine(nn.Module):
                 ) from error
         gathers = self.world_size > 1 and self.training_state.hooks is not None
         return with_synced_gpus(value) if name == "generate" and gathers else value
+
+
+def _in_fp16(value: Any) -> Any:
+    return value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -30,7 +30,6 @@ from ..plan.run import find_native
 from ..report.monitors import open_monitors
 from ..runtime.device import Streams
 from ..runtime.process import init_distributed, show_messages, warn_once
-from ..training.compiled import Compiler
 from ..training.loader import Collate, TrainingLoader
 from ..training.lr_schedules import LRSchedule, named_schedule
 from ..training.wiring import wire
@@ -90,7 +89,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if frozen and (optimizer is not None or lr_scheduler is not None):
         raise UsageError("initialize(frozen=True) makes an inference-only engine: leave optimizer and lr_scheduler out")
     require_shapes(model)
-    compiler: Compiler | None = None
+    compiler: Any = None
     if "_orig_mod" in model._modules and hasattr(model, "dynamo_ctx"):
         # `torch.compile(model)`: without the wrapper parameters have the same names, compiled or not.
         wrapper: Any = model

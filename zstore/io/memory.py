@@ -481,18 +481,3 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
     flat = host_values(tensor).reshape(-1)
     data: Bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return data
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with the floating tensors in it cast, also those in lists, tuples and dicts; other values stay."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: cast_floating(item, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floating(item, dtype) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(cast_floating(item, dtype) for item in value)
-    return value
