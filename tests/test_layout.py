@@ -51,7 +51,7 @@ LIMITS = {
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
         54_267,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_351),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_354),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_554),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_261),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
@@ -60,7 +60,7 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_012),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        19_837,
+        19_840,
     ),
     "files of the core": (lambda: len(_layout().core), 25),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_014),
