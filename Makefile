@@ -31,7 +31,7 @@ help: ## list what there is to make
 	@echo "Each makes its own environment first; TORCH=..., PYTHON=... and VENV=... choose another: see README.md."
 
 demo: $(VENV)/stamp-run ## train, resume, reshard and consolidate a small model: a minute
-	@$(PY) -m zstore.tools.demo
+	@PATH="$(abspath $(VENV)/bin):$$PATH" examples/demo.sh
 
 # Each worker, and each process that a test starts, would compile the same files where bytecode is not kept.
 test: $(VENV)/stamp-test ## run the tests; PYTEST_ARGS="tests/tools/test_cli.py -q" runs some

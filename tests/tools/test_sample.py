@@ -1,8 +1,8 @@
 """The sample text and models, and the demo."""
 
 import json
+import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,6 @@ from tests.engine.runs import make_config, start, step
 from zstore.errors import ConfigError
 from zstore.serve.runs import Root, RunTable, Settings
 from zstore.tools import cli
-from zstore.tools.demo import SAVE_EVERY, Demo, next_commands
 from zstore.tools.sample import Corpus, Gpt, GptConfig, build_model, open_corpus
 
 
@@ -163,25 +162,23 @@ def test_without_transformers_the_error_names_the_extra(tmp_path: Path, monkeypa
         build_model(str(path), seq_len=32)
 
 
-def test_the_demo_begins_without_what_takes_long_to_load() -> None:
-    code = "import sys, zstore.tools.demo; print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "'zstore.tools.demo'" in done.stdout
-    for name in ("torch", "numpy", "rich", "typer", "pydantic", "zstore.checkpoint", "zstore.engine"):
-        assert f"'{name}'" not in done.stdout
-
-
 def test_what_the_demo_says_to_type_next_works(tmp_path: Path) -> None:
-    demo = Demo(tmp_path, "gpt-tiny", 2 * SAVE_EVERY)
     with start(make_config()) as engine:
-        for tag in (SAVE_EVERY, 2 * SAVE_EVERY):
+        for tag in (20, 40):
             step(engine)
             engine.save_checkpoint(str(tmp_path / "run"), f"step-{tag:08d}")
-    config = demo._config("zero1-memory", {"stage": 1})
+    config = tmp_path / "zero1-memory.json"
+    config.write_text(json.dumps(make_config(1)))
     first = ["--config", str(config), "--model", "gpt-tiny", "--steps", "1", "--seq-len", "16"]
     made = CliRunner().invoke(cli.app, ["train", *first, "--save", str(tmp_path / "run-1")])
     assert made.exit_code == 0, made.output
-    commands = [shlex.split(command) for command, _ in next_commands(str(tmp_path), "gpt-tiny", 2 * SAVE_EVERY)]
+    script = (
+        (Path(__file__).parents[2] / "examples/demo.sh")
+        .read_text()
+        .replace("$folder", str(tmp_path))
+        .replace("$model", "gpt-tiny")
+    )
+    commands = [shlex.split(line, comments=True) for line in re.findall(r"^  \$(zstore .*)", script, re.MULTILINE)]
     names = []
     for program, *words in commands:
         assert Path(program).name == "zstore"
@@ -191,7 +188,7 @@ def test_what_the_demo_says_to_type_next_works(tmp_path: Path) -> None:
             assert list(RunTable(Settings(roots=roots)).all()) == ["run", "run-1"]
             continue
         if words[0] == "train":
-            assert words[words.index("--steps") + 1] == str(3 * SAVE_EVERY)
+            assert words[words.index("--steps") + 1] == "60"
             words[words.index("--steps") + 1] = "2"
         done = CliRunner().invoke(cli.app, words)
         assert done.exit_code == (1 if words[0] == "diff" else 0), (words, done.output)
