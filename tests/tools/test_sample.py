@@ -172,12 +172,8 @@ def test_what_the_demo_says_to_type_next_works(tmp_path: Path) -> None:
     first = ["--config", str(config), "--model", "gpt-tiny", "--steps", "1", "--seq-len", "16"]
     made = CliRunner().invoke(cli.app, ["train", *first, "--save", str(tmp_path / "run-1")])
     assert made.exit_code == 0, made.output
-    script = (
-        (Path(__file__).parents[2] / "examples/demo.sh")
-        .read_text()
-        .replace("$folder", str(tmp_path))
-        .replace("$model", "gpt-tiny")
-    )
+    script = (Path(__file__).parents[2] / "examples/demo.sh").read_text()
+    script = script.replace("$folder", str(tmp_path)).replace("$model", "gpt-tiny")
     commands = [shlex.split(line, comments=True) for line in re.findall(r"^  \$(zstore .*)", script, re.MULTILINE)]
     names = []
     for program, *words in commands:
