@@ -68,9 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the tests that start Python processes, and start them as a user does, not by a fork of one with all loaded",
     )
-    parser.addoption(
-        "--sqrt-errs", action="store_true", help="let torch's square roots err by an ulp: tests/rounding.py"
-    )
+    parser.addoption("--sqrt-errs", action="store_true", help="let torch's roots err by an ulp: tests/rounding.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -153,9 +153,7 @@ def test_metadata_gives_specs_and_grids_back(world_size: int) -> None:
 
 
 def test_names_that_would_collide_are_refused() -> None:
-    clash = [
-        ArraySpec(name=name, shape=(4,), dtype="float32") for name in ("optimizer/exp_avg", "optimizer/exp_avg/weight")
-    ]
+    clash = [ArraySpec(name=n, shape=(4,), dtype="float32") for n in ("optimizer/exp_avg", "optimizer/exp_avg/weight")]
     with pytest.raises(UsageError, match="name of a group"):
         encode_documents({s.name: s for s in clash}, {s.name: make_grid((4,), 1) for s in clash})
 

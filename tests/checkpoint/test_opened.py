@@ -155,9 +155,7 @@ def test_names_may_be_patterns_or_a_list(saved: Path) -> None:
     assert sorted(zstore.load_state_dict(saved, names=["scalar", "mask"])) == ["mask", "scalar"]
     assert zstore.load_state_dict(saved, names=[]) == {}
     assert choose(["a0", "a[0]"], exclude=["a[0]"]) == ["a0"]
-    with pytest.raises(
-        CheckpointMismatchError, match=r"'h.2.wieght' matches none of the 11 names; close matches: h.2.weight"
-    ):
+    with pytest.raises(CheckpointMismatchError, match=r"'h.2.wieght' matches none of .*close matches: h.2.weight"):
         zstore.load_state_dict(saved, names=["scalar", "h.2.wieght"])
 
 

@@ -175,9 +175,7 @@ def test_a_flipped_byte_is_refused_by_every_reader(copied: Path) -> None:
         layout = opened.open_shard("model/h.0.weight", 0).layout
     _flip(path, layout.slot_offset(1) + 7)
     with open_checkpoint(copied) as opened:
-        with pytest.raises(
-            CorruptionError, match=rf"chunk 1 of .*c\.0\.0 fails its crc32c \(offset {layout.slot_offset(1)}"
-        ):
+        with pytest.raises(CorruptionError, match=rf"chunk 1 of .* fails its crc32c \(offset {layout.slot_offset(1)}"):
             opened.read_array("model/h.0.weight")
         out = np.empty(10, np.float32)
         opened.read("model/h.0.weight", 0, 10, out)  # another chunk

@@ -130,9 +130,7 @@ def test_requests_that_fail_for_a_while_are_tried_again(remote: Remote, world: W
     assert remote.arrays() == content(ARRAYS)
 
 
-@pytest.mark.parametrize(
-    "pattern", ["*/c.0.0", "*/c.1.0", "*/manifest/rank-00001.json", "*/zarr.json", "*/zstore.json"]
-)
+@pytest.mark.parametrize("pattern", ["*/c.0.0", "*/c.1.0", "*/rank-00001.json", "*/zarr.json", "*/zstore.json"])
 def test_a_failed_upload_fails_every_rank_and_leaves_nothing(pattern: str, remote: Remote, world: World) -> None:
     remote.fs.faults.append(RequestFault(kind="write", pattern=pattern, times=None, error=unavailable))
     for message in remote.fail(world):

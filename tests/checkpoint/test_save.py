@@ -226,9 +226,7 @@ def test_shards_are_durable_before_the_manifest_all_before_the_commit(tier: Any,
         path = world.save(folder)[0].path
     relative = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
     for name, wanted in (("rank-00000.json", "c.*"), (path.name, "*.json")):
-        durable = {
-            str(Path(each).relative_to(folder)).partition("/")[2] for each in files.synced_at[name] if ".tmp-" in each
-        }
+        durable = {str(Path(n).relative_to(folder)).partition("/")[2] for n in files.synced_at[name] if ".tmp-" in n}
         named = {str(file) for file in relative if file.match(wanted)}
         assert named - {"manifest/rank-00000.json"} <= durable  # that one had another name then
 
@@ -274,9 +272,7 @@ def test_a_rank_raises_its_own_error_however_soon_rank_0_gives_up(folder: Path) 
 def test_a_folder_that_only_rank_0_sees_is_an_error_that_says_so(tmp_path: Path) -> None:
     with open_world(make_arrays(), world_size=2) as world:
         save_id = new_save_id()
-        handles = [
-            save_checkpoint(world.request(tmp_path / f"node{rank}", rank, save_id, timeout_s=0.3)) for rank in (0, 1)
-        ]
+        handles = [save_checkpoint(world.request(tmp_path / f"node{r}", r, save_id, timeout_s=0.3)) for r in (0, 1)]
         with pytest.raises(CheckpointError, match=r"rank 1 does not see .* local to a machine"):
             handles[1].wait(200)
         with pytest.raises(CheckpointError, match=r"ranks \[1\] did not finish"):

@@ -233,9 +233,7 @@ def misplanned(engine: Engine) -> list[str]:
         measured[slot, tier] += nbytes
     slots = {slot.name for record in training.state.scalars for slot in training.state.slots_of(record)}
     kinds = {kind: held for kind, held in plan.held.items() if kind in slots | {"parameters", "master"}}
-    planned = Counter(
-        {(kind, tier): getattr(h, tier) for kind, h in kinds.items() for tier in ("device", "host", "disk")}
-    )
+    planned = Counter({(k, tier): getattr(h, tier) for k, h in kinds.items() for tier in ("device", "host", "disk")})
     measured["all", "disk"], planned["all", "disk"] = counted.disk_bytes, plan.held_total.disk
     in_store = (held.host for kind, held in plan.held.items() if kind not in ("gradients", "buffers"))
     measured["all", "host"], planned["all", "host"] = counted.host_bytes, sum(in_store)

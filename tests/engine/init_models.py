@@ -112,9 +112,7 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return make()
 
 
-def config_of(
-    folder: Path | str, stage: int = 3, state: str = "nvme", own: str = "nvme", **keys: Any
-) -> dict[str, Any]:
+def config_of(folder: Any, stage: int = 3, state: str = "nvme", own: str = "nvme", **keys: Any) -> dict[str, Any]:
     return make_config(stage, state, folder, own, **keys)
 
 

@@ -24,9 +24,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A byte model: tied head, a frozen parameter, an unused one, a 3-D one, a buffer, a parameter on the root."""
 
-    def __init__(
-        self, vocab: int = 1203, width: int = 56, layers: int = 2, *, hidden: int = 0, tied: bool = True
-    ) -> None:
+    def __init__(self, vocab: int = 1203, width: int = 56, layers: int = 2, hidden: int = 0, tied: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.start = nn.Parameter(torch.randn(width) * 0.1)
@@ -69,9 +67,7 @@ def draw_shape(seed: int) -> dict[str, Any]:
     }
 
 
-def batch(
-    step: int, micro: int, rank: int, *, samples: int = 2, tokens: int = 12, vocab: int = 1203
-) -> tuple[Any, ...]:
+def batch(step: int, micro: int, rank: int, samples: int = 2, tokens: int = 12, vocab: int = 1203) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(1 + step * 1000 + micro * 100 + rank)
     return (torch.randint(0, vocab, (samples, tokens), generator=generator),)
 

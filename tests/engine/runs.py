@@ -23,9 +23,7 @@ torch.set_num_threads(1)
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
 
-def make_config(
-    stage: int = 1, tier: str = "none", nvme: str | Path = "", own: str = "none", **keys: Any
-) -> dict[str, Any]:
+def make_config(stage: int = 1, tier: str = "none", nvme: Any = "", own: str = "none", **keys: Any) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
     for section, device in (("offload_optimizer", tier), ("offload_param", own)):
         if device != "none":
@@ -63,9 +61,7 @@ def step(engine: Engine, factor: float = 1.0) -> None:
 
 
 def moved_since(engine: Engine, before: EngineStatistics) -> dict[str, LinkStatistics]:
-    return {
-        name: link.since(before.links.get(name, LinkStatistics())) for name, link in engine.statistics().links.items()
-    }
+    return {n: link.since(before.links.get(n, LinkStatistics())) for n, link in engine.statistics().links.items()}
 
 
 def take_steps(engine: Engine, count: int) -> None:

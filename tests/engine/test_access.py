@@ -142,9 +142,7 @@ def check_setting(run: Run) -> None:
         if name in reference.masters:
             reference.masters[name].data.copy_(values)  # all digits, not the rounded ones
             moment = torch.rand(parameter.shape, generator=generator)
-            engine.set_optimizer_state(
-                name, "exp_avg_sq", moment.numpy() if run.rank == 0 else torch.ones(moment.shape)
-            )
+            engine.set_optimizer_state(name, "exp_avg_sq", moment.numpy() if run.rank == 0 else torch.ones_like(moment))
             engine.set_optimizer_state(name, "step", 5 if run.rank == 0 else None)
             state = reference.optimizer.state[reference.masters[name]]
             state["exp_avg_sq"].copy_(moment)

@@ -156,9 +156,7 @@ def _copies(rank: int) -> None:
         slots = engine.optimizer.state_dict()["state"][0]
         assert torch.equal(slots["exp_avg"], engine.get_optimizer_state("weight", "exp_avg"))
     for model in (copied, pickled):
-        assert all(
-            torch.equal(one, other) for one, other in zip(model.parameters(), linear().parameters(), strict=True)
-        )
+        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), linear().parameters(), strict=True))
         assert torch.equal(model(torch.ones(2, 8)), linear()(torch.ones(2, 8)))
 
 

@@ -210,8 +210,6 @@ def test_a_slow_type_is_obeyed_with_one_warning_and_its_checkpoint_goes_on_in_fp
 
 def test_what_users_copy_says_auto() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.json"))]
-    found = [
-        value for page in pages for value in re.findall(r'"(?:bf16|fp16)": \{"enabled": ([^,}]+)', page.read_text())
-    ]
+    found = [one for page in pages for one in re.findall(r'"(?:bf16|fp16)": \{"enabled": ([^,}]+)', page.read_text())]
     assert len(found) >= 4
     assert set(found) == {'"auto"'}

@@ -59,11 +59,7 @@ REFUSED: dict[str, tuple[type[Exception], Given, str]] = {
         r"stage: choose one of 0, 1, 2, 3; got 4",
     ),
     "no config": (ConfigError, lambda m: {"config": None}, r"initialize\(\) got no config"),
-    "two configs": (
-        ConfigError,
-        lambda m: {"config_params": make_config(seed=2)},
-        r"config and config_params: pass one",
-    ),
+    "two configs": (ConfigError, lambda m: {"config_params": make_config(seed=2)}, "config and config_params: pass"),
     "no optimizer": (ConfigError, lambda m: {"config": make_config(optimizer=None)}, r"no optimizer"),
     "no model": (UsageError, lambda m: {"model": None}, r"expected a torch.nn.Module, got None"),
     "model parallelism": (UsageError, lambda m: {"mpu": object()}, r"leave mpu out"),
@@ -85,22 +81,14 @@ REFUSED: dict[str, tuple[type[Exception], Given, str]] = {
         lambda m: {"lr_scheduler": 3},
         r"expected a scheduler or a function of the optimizer, got int",
     ),
-    "no samples": (
-        UsageError,
-        lambda m: {"training_data": TensorDataset(torch.zeros(0))},
-        r"training_data has 0 samples",
-    ),
+    "no samples": (UsageError, lambda m: {"training_data": TensorDataset(torch.zeros(0))}, "has 0 samples"),
     "a stream of samples": (
         UsageError,
         lambda m: {"training_data": Stream()},
         r"expected a data set with a length and an index, got Stream",
     ),
     "no values": (UsageError, lambda m: {"model": on_meta()}, r"on the meta device"),
-    "two parameters in one memory": (
-        UsageError,
-        lambda m: {"model": in_one_memory()},
-        r"share memory but are two objects",
-    ),
+    "two parameters in one memory": (UsageError, lambda m: {"model": in_one_memory()}, "memory but are two objects"),
 }
 
 

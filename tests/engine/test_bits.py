@@ -232,9 +232,7 @@ def _mean(rank: int, world_size: int, precision: str) -> tuple[list[str], int, i
     """Return what differs from the sum in rank order, rounded once, as the plain loop takes it; what a step sent, and in
     how many collectives."""
     stored = "bf16" if precision == "bf16" else "fp32"
-    model = Model(
-        _Product, lambda step, _, rank: _draw(10 * step + rank, DTYPES[precision]), lambda model, batch: model(batch)
-    )
+    model = Model(_Product, lambda step, _, rank: _draw(10 * step + rank, DTYPES[precision]), lambda net, x: net(x))
     types = (None, "fp16" if precision == "fp16" else None)
     with Run(Case(0, "none", stored, 1, 0.0, types=types), rank, world_size, model=model) as run:
         world = run.engine.world

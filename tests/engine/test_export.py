@@ -114,9 +114,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
         with pytest.raises(CheckpointExistsError, match="is not a folder"):
             engine.save_16bit_model(tmp_path / "file")
         engine.set_full_parameter("mix", torch.full((2, 3, 56), 1e6))
-        with pytest.raises(
-            CheckpointError, match=r"cannot hold; nothing was written. Pass dtype=\"bf16\":\n  mix: 336"
-        ):
+        with pytest.raises(CheckpointError, match=r"nothing was written. Pass dtype=\"bf16\":\n  mix: 336"):
             engine.save_16bit_model(tmp_path / "out", "half.safetensors", dtype="fp16")
         assert files_of(tmp_path / "out") == before
         assert not list(tmp_path.glob("*tmp-*"))

@@ -73,9 +73,7 @@ def same(one: Any, two: Any) -> bool:
         "offset": st.integers(0, 9), "largest": st.booleans(),
         "gradient": st.sampled_from(list(TYPES)), "odd": st.sampled_from([1.0, 0.0, float("inf"), float("nan")]),
     }),
-    how=st.fixed_dictionaries({
-        "decoupled": st.booleans(), "factor": st.sampled_from([1.0, 0.37, -1.0, -(2.0**-16)]),
-    }),
+    how=st.fixed_dictionaries({"decoupled": st.booleans(), "factor": st.sampled_from([1.0, 0.37, -1.0, -(2.0**-16)])}),
     weight=st.sampled_from([None, torch.bfloat16, torch.float16]),
     num_threads=st.integers(1, 4),
     settings=st.fixed_dictionaries({

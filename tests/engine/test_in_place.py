@@ -407,12 +407,7 @@ def _zero_bias(module: nn.Linear, _: Any) -> None:
 def test_a_change_of_sharded_weights_is_refused(place: str, tmp_path: Path) -> None:
     with _engine(SHARDED[place], tmp_path) as engine:
         before = engine.get_full_parameter("2.bias")
-        for change in (
-            nn.init.zeros_,
-            nn.init.normal_,
-            lambda bias: bias.detach().mul_(2),
-            lambda bias: bias.data.add_(1),
-        ):
+        for change in (nn.init.zeros_, nn.init.normal_, lambda b: b.detach().mul_(2), lambda b: b.data.add_(1)):
             with pytest.raises(UsageError, match=r"'2\.bias' outside of a forward.*modifier_rank"):
                 change(engine.module[2].bias)
         for call in (

@@ -3,7 +3,6 @@
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -213,9 +212,7 @@ def test_how_a_process_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     def process(end: str) -> Any:
         arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / end), end]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return warm.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-        )
+        return warm.Popen(arguments, stdin=warm.PIPE, stdout=warm.PIPE, stderr=warm.PIPE, env=environment)
 
     fails, killed = process("error"), process("killed")
     fails.communicate(timeout=200)

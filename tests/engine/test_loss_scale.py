@@ -205,9 +205,7 @@ def test_inputs_are_left_alone_otherwise(keys: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("clip", "value"), [(0.0, torch.inf), (1.0, torch.nan), (1.0, torch.inf)])
 @pytest.mark.parametrize(("stage", "tier", "mode"), [(0, "none", "none"), (3, "nvme", "forward")])
-def test_non_finite_gradients_applied(
-    stage: int, tier: str, mode: str, clip: float, value: float, tmp_path: Path
-) -> None:
+def test_non_finite_values_applied(stage: int, tier: str, mode: str, clip: float, value: float, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"bf16": {"enabled": False}, "gradient_accumulation_steps": 1, "gradient_clipping": clip}
     keys |= {"scheduler": None, "zstore": {"non_finite_gradients": "apply", "step_overlap": mode}}
     plain, whole = make_net(), make_net()

@@ -239,8 +239,6 @@ def test_a_machine_that_is_cut_off_leaves_no_checkpoint(every: int, tmp_path: Pa
         there.tell_switch("join", 1)
         before = max(run.worlds)
         run.look(ranks)
-        assert max(run.worlds) <= max(line["step"] for line in ranks[0].said[1:]), (
-            "a checkpoint of a step that was not whole"
-        )
+        assert max(run.worlds) <= max(line["step"] for line in ranks[0].said[1:]), "a checkpoint of a torn step"
         assert every == 1 or max(run.worlds) == before
         finish(run, 2, 1)

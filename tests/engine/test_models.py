@@ -288,9 +288,7 @@ def _cases(world_size: int) -> list[Case]:
     gradients alone, there too."""
     tier = "none" if world_size > 1 else "nvme"
     case = partial(Case, clip=0.5, threshold=0)
-    found = [
-        case(3, tier, "fp32" if name == "recurrent" else "bf16", 1, parameters=tier, model=name) for name in MODELS
-    ]
+    found = [case(3, tier, "fp32" if n == "recurrent" else "bf16", 1, parameters=tier, model=n) for n in MODELS]
     return found + [case(stage, tier, "bf16", 2, model="adapters", resume=1) for stage in (2, 3)]
 
 

@@ -51,9 +51,7 @@ def rounded(kind: Any, named: dict[str, nn.Parameter], **settings: Any) -> torch
 
 LAMB = {"lr": 1e-2, "weight_decay": 0.1}
 RULES = {
-    "AdamW": Rule(
-        lambda named: rounded(torch.optim.AdamW, named, **ADAM, fused=True), {"type": "AdamW", "params": ADAM}
-    ),
+    "AdamW": Rule(lambda of: rounded(torch.optim.AdamW, of, **ADAM, fused=True), {"type": "AdamW", "params": ADAM}),
     "Lamb": Rule(lambda named: rounded(Lamb, named, **LAMB), {"type": "Lamb", "params": LAMB}),
 }
 PLACES = [(0, "none", "none"), (1, "nvme", "forward"), (2, "cpu", "backward"), (3, "nvme", "forward")]
@@ -172,9 +170,7 @@ def test_moments_load_into_the_other_type(tmp_path: Path, caplog: pytest.LogCapt
                 said = [record for record in caplog.messages if "moments are converted" in record]
                 assert len(said) == (own != saved)
                 if own == "fp32":  # the first
-                    state = {
-                        slot: engine.get_optimizer_state("embed.weight", slot) for slot in ("exp_avg", "exp_avg_sq")
-                    }
+                    state = {one: engine.get_optimizer_state("embed.weight", one) for one in ("exp_avg", "exp_avg_sq")}
                     exact = {slot: values for slot, values in state.items() if values is not None}
                 most = {"fp32": 0.0, "bf16": 2**-7}[own] if own != saved else 0.0
                 for slot, values in exact.items():

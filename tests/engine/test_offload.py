@@ -298,9 +298,7 @@ def test_shards_spread_over_the_drives(tmp_path: Path) -> None:
         assert not list(drives[0].rglob("parameter*"))
         assert not list(drives[1].rglob("parameter*"))
         assert {path.name.split("%2F")[0] for path in drives[2].rglob("*.shard")} == {"parameter"}
-        spread = {
-            name: folder.parent.parent.name for name, folder in engine.training_state.state.store.disk_folders().items()
-        }
+        spread = {name: at.parent.parent.name for name, at in engine.training_state.state.store.disk_folders().items()}
         engine.save_checkpoint(str(tmp_path / "saved"))
         state = state_of(engine)
     with start(config, wide_net()) as engine:

@@ -100,9 +100,7 @@ def test_a_device_is_emptied(nvme: Path) -> None:
             engine.offload_states()
             found = engine.statistics().store
             assert parameter_bytes(engine) < 200  # of each the one NaN
-            assert {tier for name, tier in tiers(engine).items() if name.startswith(("optimizer/", "offloaded/"))} == {
-                "host"
-            }
+            assert {tier for n, tier in tiers(engine).items() if n.startswith(("optimizer/", "offloaded/"))} == {"host"}
             assert found.host_bytes > 0
             engine.reload_states()
             assert state_of(engine) == expected

@@ -134,6 +134,4 @@ def test_the_sum_of_squares_is_right_and_does_not_depend_on_threads(dtype: torch
 def test_the_norm_shows_what_is_not_finite() -> None:
     assert norm_of([("b", [9.0], 1.0), ("a", [3.0, 1.0], 2.0)]) == 5.0
     assert math.isnan(norm_of([("a", [sums_of_squares([torch.tensor([1.0, math.nan])])[0]], 1.0)]))
-    assert math.isinf(
-        norm_of([("a", [sums_of_squares([torch.tensor([1.0, -math.inf], dtype=torch.float16)])[0]], 1.0)])
-    )
+    assert math.isinf(norm_of([("a", [sums_of_squares([torch.tensor([1, -math.inf], dtype=torch.float16)])[0]], 1.0)]))

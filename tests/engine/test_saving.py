@@ -152,9 +152,7 @@ def test_frozen_parameters_are_written_once(tmp_path: Path, nvme: Path, tier: st
 
 def state_of_adapted(engine: Engine) -> dict[str, float]:
     names = [record.name for record in engine.training_state.state.records]
-    return {
-        name: float(value.double().sum()) for name in names if (value := engine.get_full_parameter(name)) is not None
-    }
+    return {n: float(value.double().sum()) for n in names if (value := engine.get_full_parameter(n)) is not None}
 
 
 def test_a_frozen_parameter_that_the_script_changes_is_written(tmp_path: Path) -> None:

@@ -32,9 +32,7 @@ def rates(name: str, params: dict[str, Any], steps: int) -> list[float]:
     return [lrs[0] for lrs in setting_at_each_step(made(name, params), steps)]
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "expected"), KNOWN, ids=lambda value: value if isinstance(value, str) else ""
-)
+@pytest.mark.parametrize(("name", "params", "expected"), KNOWN, ids=lambda one: one if isinstance(one, str) else "")
 def test_rates_are_deepspeeds(name: str, params: dict[str, Any], expected: list[float]) -> None:
     assert rates(name, params, len(expected)) == pytest.approx(expected, rel=1e-9)
 
@@ -109,9 +107,7 @@ def test_a_warm_up_longer_than_the_training_is_told(caplog: pytest.LogCaptureFix
     assert [r.message.startswith("scheduler.params: total_num_steps 5 is less") for r in caplog.records] == [True] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "expected"), KNOWN, ids=lambda value: value if isinstance(value, str) else ""
-)
+@pytest.mark.parametrize(("name", "params", "expected"), KNOWN, ids=lambda one: one if isinstance(one, str) else "")
 def test_a_resumed_schedule_goes_on(name: str, params: dict[str, Any], expected: list[float]) -> None:
     for at in (0, 1, 3, len(expected)):
         one = made(name, params)

@@ -68,17 +68,12 @@ def attends(pattern: Pattern, head: int, row: int, column: int, blocks: int) -> 
     return windows[row] == windows[column] or column in globals_ or across
 
 
-@given(
-    blocks=st.integers(1, 23),
-    name=st.sampled_from([name for name in PATTERNS if "bigbird" not in name and name != "variable"]),
-)
+@given(blocks=st.integers(1, 23), name=st.sampled_from([n for n in PATTERNS if "bigbird" not in n and n != "variable"]))
 @settings(max_examples=60, deadline=None)
 def test_layouts_are_what_their_sources_describe(blocks: int, name: str) -> None:
     layout = layout_of(PATTERNS[name], 4, blocks)
     for head in range(4):
-        pairs = [
-            [attends(PATTERNS[name], head, row, column, blocks) for column in range(blocks)] for row in range(blocks)
-        ]
+        pairs = [[attends(PATTERNS[name], head, row, col, blocks) for col in range(blocks)] for row in range(blocks)]
         assert layout[head if len(layout) > 1 else 0].tolist() == pairs
 
 

@@ -322,9 +322,7 @@ def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> 
         with pytest.raises(UsageError, match="a second backward before step"):
             engine.backward(loss * 2)
         for call in (engine, engine.module, lambda ids: engine.module.blocks[0](torch.ones(1, WIDTH).bfloat16())):
-            with pytest.raises(
-                UsageError, match=r"is called after the backward updated parameters of it, and before step"
-            ):
+            with pytest.raises(UsageError, match=r"is called after the backward updated parameters of it"):
                 call(*data(1))
         with pytest.raises(UsageError, match="between backward"):
             engine.get_full_parameter("start")
@@ -344,9 +342,7 @@ def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> 
         step(engine)
         assert state_of(engine) == expected(2)
         engine.backward(engine(*data(2)))
-        with pytest.raises(
-            UsageError, match=r"a part of a checkpoint between backward\(\) and step\(\): .* call step\(\)"
-        ):
+        with pytest.raises(UsageError, match=r"between backward\(\) and step\(\): .* call step\(\)"):
             engine.load_checkpoint(str(tmp_path), load_module_only=True)
         engine.load_checkpoint(str(tmp_path))  # between backward and step
         assert state_of(engine) == expected(1)
@@ -402,9 +398,7 @@ def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, n
         assert gradients.held_bytes() == 0
 
 
-def test_the_backward_waits_for_no_update_where_memory_holds_the_gradients(
-    monkeypatch: pytest.MonkeyPatch, nvme: Path
-) -> None:
+def test_backward_waits_for_no_update_if_memory_holds_gradients(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
     monkeypatch.setattr(update, "MIN_WAITING_BYTES", 0)
     monkeypatch.setattr(update, "_UNITS_WAITING", 0)
     with held("backward", nvme) as (engine, files):
@@ -480,9 +474,7 @@ raise ValueError("before step()")
 
 
 def test_the_interpreter_ends_with_engines_left_open(nvme: Path) -> None:
-    done = warm.run(
-        [sys.executable, "-c", LEFT_OPEN, str(nvme)], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = warm.run([sys.executable, "-c", LEFT_OPEN, str(nvme)], capture_output=True, text=True, timeout=200)
     assert (done.stdout, done.returncode) == ("the end\n", 1), done.stderr
     assert done.stderr.strip().endswith("ValueError: before step()")
     assert not list(nvme.rglob("*.shard"))

@@ -99,9 +99,7 @@ PLACES = [
     Case(1, "nvme", "fp32", 2, 0.25, resume=1, optimizer="Muon"),
 ]
 WHOLE = [Case(0, "none", "bf16", 1, 0.0, resume=1, optimizer=name) for name in ("Muon", "Adafactor")]
-OWN = [
-    Case(0, "none", precision, 2, 0.3, resume=2, optimizer=name) for name in CLIENTS for precision in ("fp32", "bf16")
-]
+OWN = [Case(0, "none", own, 2, 0.3, resume=2, optimizer=name) for name in CLIENTS for own in ("fp32", "bf16")]
 
 
 @pytest.mark.parametrize(

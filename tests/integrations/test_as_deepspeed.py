@@ -91,9 +91,7 @@ def test_a_gpt_script_trains_as_the_plain_loop_and_goes_on_at_another_world_size
     first, errors = run(*AS_DEEPSPEED, script, "--steps", 4, *save, *disk, world_size=2)
     expected = plain_losses(8)
     assert losses(first) == pytest.approx(expected[:8], rel=1e-5)
-    assert re.match(
-        r"rank 0 saved \['global_step4', 'journal-\w+.jsonl', 'latest', 'zero_to_fp32.py'\] sum ", first[-1]
-    )
+    assert re.match(r"rank 0 saved \['global_step4', 'journal-\w+.jsonl', 'latest', 'zero_to_fp32.py'\] sum", first[-1])
     assert errors.count("started together") == 1
     again, _ = run(*AS_DEEPSPEED, script, "--load", tmp_path / "ckpt")
     assert losses(again) == pytest.approx(expected[8:], rel=1e-5)
@@ -202,11 +200,7 @@ def test_installing_too_late_is_refused(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_configs_are_read_as_deepspeed_is_given_them(tmp_path: Path) -> None:
-    config: dict[str, Any] = {
-        "steps_per_print": math.inf,
-        "zero_optimization.reduce_bucket_size": 1,
-        "zero_optimization": {},
-    }
+    config: Any = {"steps_per_print": math.inf, "zero_optimization.reduce_bucket_size": 1, "zero_optimization": {}}
     assert cleaned(config) == {"steps_per_print": 0, "zero_optimization": {}}
     assert "zero_optimization.reduce_bucket_size" in config
     (tmp_path / "ds.json").write_text('{"train_batch_size": 4} // as it was')

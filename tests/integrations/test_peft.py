@@ -81,9 +81,7 @@ def adapted(method: str, seed: int = 1) -> Any:
     base = llama()
     base.config.use_cache = False  # type: ignore[union-attr]
     torch.manual_seed(seed)
-    return peft.get_peft_model(
-        base, kind(**{name: v for name, v in given.items() if name in kind.__dataclass_fields__})
-    )
+    return peft.get_peft_model(base, kind(**{n: v for n, v in given.items() if n in kind.__dataclass_fields__}))
 
 
 def batch(method: str) -> dict[str, torch.Tensor]:
@@ -196,9 +194,7 @@ def _on_ranks(rank: int, folder: str) -> None:
         again.accelerator.free_memory()
         if rank == 0:
             before, after = (load_file(out / kind / ADAPTER) for kind in ("out", "again"))
-            assert {key: torch.equal(before[key], after[key]) for key in before} == {
-                key: "lora_A" in key for key in before
-            }
+            assert {k: torch.equal(before[k], after[k]) for k in before} == {k: "lora_A" in k for k in before}
         torch.distributed.barrier()
 
 

@@ -178,9 +178,7 @@ train(place / "out", ds, max_steps=2, save_strategy="steps", save_steps=2)
 
 
 def test_a_bare_import_is_enough_and_a_program_that_ends_in_a_save_completes_it(tmp_path: Path) -> None:
-    done = warm.run(
-        [sys.executable, "-c", ENDS, os.fspath(tmp_path)], anew=True, capture_output=True, text=True, timeout=170
-    )
+    done = warm.run([sys.executable, "-c", ENDS, str(tmp_path)], anew=True, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "checkpoint-2" / "global_step2" / "zstore.json").exists()
     assert newest(tmp_path / "out") is not None

@@ -113,9 +113,7 @@ def _lora() -> LoraConfig:
 
 
 def _sft(place: Path, ds: Any = None, *, lora: bool = False, **extra: Any) -> Any:
-    args = SFTConfig(
-        os.fspath(place), max_length=16, deepspeed=ds, **{**RUN, "save_strategy": "steps", "save_steps": 1}
-    )
+    args = SFTConfig(str(place), max_length=16, deepspeed=ds, **{**RUN, "save_strategy": "steps", "save_steps": 1})
     adapters = {"peft_config": _lora()} if lora else {}
     data = {"train_dataset": texts(12), "eval_dataset": texts(4, 5)}
     return SFTTrainer(llama(), args, processing_class=tokenizer(), **data, **adapters, **extra)

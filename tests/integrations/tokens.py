@@ -30,9 +30,7 @@ def tokenizer() -> Any:
 
 
 def texts(samples: int, words: int = 6) -> Any:
-    lines = [
-        " ".join(_WORDS[(3 * row + 5 * n) % len(_WORDS)] for n in range(words + row % 3)) for row in range(samples)
-    ]
+    lines = [" ".join(_WORDS[(3 * r + 5 * n) % len(_WORDS)] for n in range(words + r % 3)) for r in range(samples)]
     return datasets.Dataset.from_dict({"text": lines})
 
 

@@ -416,9 +416,7 @@ def diffusers_folder(folder: Path, variant: str = "") -> dict[str, torch.Tensor]
     """Write what diffusers' save_pretrained() writes of a model in several files."""
     folder.mkdir()
     weights = {f"blocks.{n}.weight": torch.randn(20, 30) for n in range(3)}
-    names = {
-        name: f"diffusion_pytorch_model{variant}-{n:05d}-of-00003.safetensors" for n, name in enumerate(weights, 1)
-    }
+    names = {one: f"diffusion_pytorch_model{variant}-{n:05d}-of-00003.safetensors" for n, one in enumerate(weights, 1)}
     for name, file in names.items():
         save_file({name: weights[name]}, folder / file, {"format": "pt"})
     index = {"metadata": {"total_size": 7200}, "weight_map": names}

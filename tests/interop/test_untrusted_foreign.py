@@ -216,9 +216,7 @@ def resources() -> Iterator[IoResources]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def patient(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, resources: IoResources
-) -> Patient:
+def patient(request: Any, tmp_path_factory: pytest.TempPathFactory, resources: IoResources) -> Patient:
     return Patient(request.param, tmp_path_factory.mktemp(request.param), resources)
 
 

@@ -90,9 +90,7 @@ def test_every_file_of_a_checkpoint_comes_as_it_lies_on_disk(run: Path, base: st
     tag = run / "step-00000003"
     listing = http.request("GET", f"{base}/step-00000003/?recursive=1", headers=JSON).json()
     on_disk = {str(path.relative_to(tag)): path for path in tag.rglob("*") if path.is_file()}
-    assert {file["name"]: file["size"] for file in listing["files"]} == {
-        name: path.stat().st_size for name, path in on_disk.items()
-    }
+    assert {f["name"]: f["size"] for f in listing["files"]} == {name: p.stat().st_size for name, p in on_disk.items()}
     for name, path in on_disk.items():
         answer = http.request("GET", f"{base}/step-00000003/{name.replace('%', '%25')}")
         assert (answer.status, answer.data) == (200, path.read_bytes())
@@ -176,9 +174,7 @@ def test_a_replaced_checkpoint_is_found_by_tag(run: Path, base: str, http: urlli
         ("bytes=99999999999-", 416, 0, 0), ("bytes=-0", 416, 0, 0),
     ],
 )  # fmt: skip
-def test_range(
-    run: Path, base: str, http: urllib3.PoolManager, asked: str, status: int, start: int, stop: int | None
-) -> None:
+def test_range(run: Path, base: str, http: Any, asked: str, status: int, start: int, stop: int | None) -> None:
     data = (run / "step-00000003" / "model" / "a.b" / "c.0.0").read_bytes()
     url = f"{base}/step-00000003/model/a.b/c.0.0"
     answer = http.request("GET", url, headers={"Range": asked})

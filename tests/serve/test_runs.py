@@ -87,9 +87,7 @@ def test_placement_has_the_tier_of_every_array(client: httpx.Client) -> None:
     placement = get(client, f"{run_path(RUN)}/placement")
     kinds = {("host", "parameters"), ("disk", "optimizer state"), ("device", "buffers")}
     assert {(array["tier"], array["kind"]) for array in placement["arrays"]} == kinds
-    assert {array["name"]: array["nbytes"] for array in placement["arrays"]} == {
-        n: a.nbytes for n, a in arrays_of().items()
-    }
+    assert {one["name"]: one["nbytes"] for one in placement["arrays"]} == {n: a.nbytes for n, a in arrays_of().items()}
     assert (placement["host_budget_bytes"], placement["device_bytes"]) == (64 * 2**20, 256 * 2**20)
 
 

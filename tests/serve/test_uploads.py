@@ -279,9 +279,7 @@ def test_two_ranks_save_to_a_service_and_one_goes_on(tmp_path: Path, run_url: st
     steps = [line["step"] for line in lines if line["kind"] == "step"]
     assert steps == [1, 2, 3, 4]
     assert [line["kind"] for line in lines].count("start") >= 2
-    of_ranks = [
-        line for line in lines if line["kind"] == "save" and line["state"] == "uploaded" and line["tag"] != "again"
-    ]
+    of_ranks = [one for one in lines if one["kind"] == "save" and one["state"] == "uploaded" and one["tag"] != "again"]
     shards = [path.stat().st_size for path in (tmp_path / "runs/run/step-00000002").rglob("c.*")]
     assert of_ranks[0]["uploaded_bytes"] == sum(shards), "of both ranks, the first time all of it"
     assert ("uploaded", "again") in [(line["state"], line["tag"]) for line in lines if line["kind"] == "save"]

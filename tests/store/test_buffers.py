@@ -123,9 +123,7 @@ def test_slab_and_oversized_request_stay_within_the_limit_together() -> None:
     with pool.acquire(192 * KIB):
         pass
     for ask in (pool.acquire, pool.try_acquire):
-        with pytest.raises(
-            BudgetError, match=r"needs a buffer of 200704 bytes in addition to the pool of 65536.* 262144 for both"
-        ):
+        with pytest.raises(BudgetError, match=r"a buffer of 200704 bytes in addition to the pool of 65536.* 262144"):
             ask(192 * KIB + 1)
     # What the pool itself can hold is never over the limit.
     small = Pool(64 * KIB, budget=Budget(PAGE_BYTES))

@@ -328,10 +328,7 @@ def test_a_data_type_is_the_little_endian_one_of_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        *(
-            ({"dtype": name}, "cannot be stored; expected one of bool, uint8")
-            for name in ("complex128", "float", ">f4")
-        ),
+        *(({"dtype": n}, "cannot be stored; expected one of bool, uint8") for n in ("complex128", "float", ">f4")),
         *(({"name": name}, "expected `group/name`") for name in ("/weight", "model/", "")),
         ({"shape": (2, -1)}, "negative extent"),
     ],

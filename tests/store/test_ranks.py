@@ -148,10 +148,7 @@ def _alone(rank: int, what: str) -> None:
             told = "is in step, collective control" if what == "own" else "closed its engine"
             assert told in str(raised.value)
         else:
-            with (
-                pytest.raises(RankError, match=r"rank 0 in save: .*UsageError: save\(\) was called"),
-                world.calling("step"),
-            ):
+            with pytest.raises(RankError, match=r"rank 0 in save: .*UsageError: save\(\)"), world.calling("step"):
                 world.all_gather_object(None)
 
 
@@ -225,10 +222,7 @@ def test_outcomes_of_reports(reports: dict[int, RankReport], waited_s: float, ou
         ({0: at(3, lost="closed")}, r"rank 1 of 2 failed \(rank 1 is gone\)"),
         ({0: at(3, lost="closed"), 1: at(3, left=True)}, r"rank 1 closed its engine"),
         # As after a timeout of the process group.
-        (
-            {0: at(3, lost="timed out"), 1: at(2, details="its stack")},
-            r"(?s)rank 1 did not come to .*forward.*its stack",
-        ),
+        ({0: at(3, lost="timed out"), 1: at(2, details="stack")}, r"(?s)rank 1 did not come to .*forward.*stack"),
         ({0: at(3, lost="a cable fell out"), 1: at(3)}, r"rank 0 in forward: a cable fell out"),
     ],
 )

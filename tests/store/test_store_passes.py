@@ -179,9 +179,7 @@ def test_arrays_are_changed_together_or_not_at_all(store: Store) -> None:
             pass
         with store.changing(["model/v"]):
             pass
-    assert all(
-        store.tier(name).version(name) != before for name, before in zip(("model/v", "model/w"), versions, strict=True)
-    )
+    assert all(store.tier(n).version(n) != before for n, before in zip(("model/v", "model/w"), versions, strict=True))
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -149,9 +149,7 @@ def test_overhead_benchmark_sets_the_engine_beside_the_plain_loop_and_fsdp2(benc
 
 
 @pytest.mark.soak
-def test_checkpoint_benchmark(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoint_benchmark(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(checkpoint, "run_child", run_here)
     monkeypatch.setattr(checkpoint.signal, "signal", lambda *_: None)
     arguments = ["--models", "tiny", "--peers", "torch.save,safetensors", "--rounds", "1", "--gib", "0.03"]
@@ -159,9 +157,7 @@ def test_checkpoint_benchmark(
     assert [row["error"] for row in figures["medians"]] == [None] * 17
     rows = {(row["who"], row["what"]): row for row in figures["rows"]}
     saved, loaded = rows["zstore, from memory", "save"], rows["torch.save", "load"]
-    state_bytes = (
-        12 * sum(math.prod(shape) for shape in checkpoint.state_shapes(checkpoint.MODELS["tiny"]).values()) // 3
-    )
+    state_bytes = 12 * sum(math.prod(one) for one in checkpoint.state_shapes(checkpoint.MODELS["tiny"]).values()) // 3
     assert saved["bytes"] == loaded["bytes"] == state_bytes
     assert {who for who, what in rows if what == "verify"} == {"zstore, from memory"}
     assert saved["stall_s"] < saved["seconds"]

@@ -213,13 +213,7 @@ except SystemExit as end:
 print(json.dumps(sorted(sys.modules)))
 """
 HEAVY = {"torch", "asyncio", "aiofiles", "ssl", "zarr", "fsspec", "tensorstore", "transformers", "rich.progress"}
-UNUSED = {
-    "zstore.store",
-    "zstore.store.tiers",
-    "zstore.store.stream",
-    "zstore.engine",
-    "zstore.remote.service",
-}
+UNUSED = {"zstore.store", "zstore.store.tiers", "zstore.store.stream", "zstore.engine", "zstore.remote.service"}
 
 
 @pytest.fixture(scope="module")

@@ -311,9 +311,7 @@ def test_forms_of_a_tag(command: str, form: str, tag: str, folder_tags: Path, tm
     assert meant(command, told, out, stderr) == tag
 
 
-@pytest.mark.parametrize(
-    ("command", "form"), [("inspect", "--tag"), *((command, "@TAG") for command in (*COMMANDS, "diff"))]
-)
+@pytest.mark.parametrize(("command", "form"), [("inspect", "--tag"), *((one, "@TAG") for one in (*COMMANDS, "diff"))])
 def test_a_missing_tag_is_answered_with_those_there(command: str, form: str, folder_tags: Path, tmp_path: Path) -> None:
     ckpt = folder_tags if form == "--tag" else f"{folder_tags}{form[0]}stp-1"
     words = COMMANDS.get(command, ["diff", "{run}", str(folder_tags)])

@@ -43,9 +43,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, 
     disk = config_file(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": offload})
     whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"
     train_command(options(tmp_path, text, disk, save=tmp_path / "run", save_every=2, metrics=whole, seed=3))
-    train_command(
-        options(tmp_path, text, disk, resume=f"{tmp_path / 'run'}@step-00000002", metrics=again, seq_len=None)
-    )
+    train_command(options(tmp_path, text, disk, resume=f"{tmp_path}/run@step-00000002", metrics=again, seq_len=None))
     first, second = rows(whole), rows(again)
     assert [row["step"] for row in first] == [1, 2, 3, 4]
     assert [row["step"] for row in second] == [3, 4]
