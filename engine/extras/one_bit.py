@@ -44,12 +44,12 @@ from zstore.io.memory import as_torch
 from zstore.ranks.world import World, on_device
 
 from ..optim.changes import Changes
-from ..optim.classes import lamb_root, lamb_step
 from ..optim.kernel import FusedAdam, Kernel, ParameterStep, Scalars
 from ..optim.rules import Kind, Rule, Stepper, register, whole_gradient
 from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
 from ..plan.plan import Slots, TensorSlot
+from .whole_tensors import lamb_root, lamb_step
 
 Phase = Literal["exact", "compressed", "local"]
 Group = Mapping[str, Any]

@@ -32,8 +32,7 @@ from zstore.io.memory import as_torch
 from zstore.ranks.world import World
 
 from ..optim.changes import Changes
-from ..optim.classes import Lamb, called
-from ..optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, kernel_for
+from ..optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, called, check_arguments, kernel_for
 from ..optim.rules import Groups, Kind, Rule, Stepper, register
 from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
@@ -388,6 +387,87 @@ def _slots(kernel: Kernel, shape: Sequence[int], _world_size: int) -> Slots:
     if isinstance(kernel, TensorKernel):
         return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays(0, shape))
     return kernel.slots
+
+
+# -- LAMB ----------------------------------------------------------------------------------------------------------------
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB (https://arxiv.org/abs/1904.00962) with the arguments, the limits and the bias correction of DeepSpeed's FusedLamb.
+
+    `update = moment / (sqrt(second moment) + eps) + weight_decay * weights`, or with `eps_inside_sqrt`
+    `moment / sqrt(second moment + eps) + ...`. The weights lose `rate * factor * update`, where `rate` is
+    `lr * sqrt(1 - beta2^t) / (1 - beta1^t)` (`lr` without `bias_correction`) and `factor` is the norm of the tensor's
+    weights over that of its update, from `min_coeff` to `max_coeff`, and 1 where one of them is 0.
+
+    The norms are of whole tensors: on an engine at stages 1 to 3 and offloaded, each tensor is updated whole by one rank.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        check_arguments("Lamb", betas=betas, **numbers)
+        switches = {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt}
+        super().__init__(params, {**numbers, **switches, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return what `closure` returned."""
+        loss = called(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        lamb_step(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], float(state["step"]), group)
+
+
+def lamb_step(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    moment: torch.Tensor,
+    squares: torch.Tensor,
+    steps: float,
+    group: Mapping[str, Any],
+) -> torch.Tensor:
+    """Take step number `steps` of LAMB in place; return the factor of the tensor, a tensor without dimensions, which is 0
+    where a norm was 0 and the step was taken with factor 1."""
+    beta1, beta2 = group["betas"]
+    moment.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    update = moment / lamb_root(squares, group)
+    update.add_(parameter, alpha=group["weight_decay"])
+    rate = group["lr"]
+    if group["bias_correction"]:
+        rate = rate * math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
+    weights_norm, update_norm = parameter.norm(), update.norm()
+    both = (weights_norm > 0) & (update_norm > 0)
+    factor = (weights_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
+    parameter.sub_(update.mul_(torch.where(both, factor, 1.0) * rate))
+    return torch.where(both, factor, 0.0)
+
+
+def lamb_root(squares: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return what the moment is divided by."""
+    eps = group["eps"]
+    return (squares + eps).sqrt_() if group["eps_inside_sqrt"] else squares.sqrt().add_(eps)
 
 
 _TENSORS = Rule(

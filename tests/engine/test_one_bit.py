@@ -27,7 +27,7 @@ from zstore.engine.extras.one_bit import (
     decode,
     encode,
 )
-from zstore.engine.optim.classes import Lamb
+from zstore.engine.extras.whole_tensors import Lamb
 from zstore.errors import RankError
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks

@@ -10,8 +10,8 @@ import torch
 
 from zstore.engine.config.config import load_config
 from zstore.engine.config.optimizers import SCHEDULES
-from zstore.engine.optim.classes import Lamb, Lion
-from zstore.engine.optim.kernel import ELEMENT_WISE
+from zstore.engine.extras.whole_tensors import Lamb
+from zstore.engine.optim.kernel import ELEMENT_WISE, Lion
 from zstore.engine.training.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import UsageError
 

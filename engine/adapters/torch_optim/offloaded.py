@@ -14,8 +14,7 @@ import torch
 import torch.distributed as torch_dist
 
 from zstore.engine.optim.changes import Changes
-from zstore.engine.optim.classes import called
-from zstore.engine.optim.kernel import ELEMENT_WISE, StepSettings, TorchKernel, kernel_for
+from zstore.engine.optim.kernel import ELEMENT_WISE, StepSettings, TorchKernel, called, kernel_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
