@@ -67,7 +67,7 @@ LIMITS = {
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
     "widest hub": (lambda: max(map(len, _layout().imports.values())), 21),
     "rooms inside engine": (lambda: _rooms("engine")[0], 16),
-    "arrows inside engine": (lambda: _rooms("engine")[1], 68),
+    "arrows inside engine": (lambda: _rooms("engine")[1], 69),
     "floors inside engine": (lambda: _rooms("engine")[2], 9),
     "rooms inside zstore": (lambda: _rooms("zstore")[0], 24),
     "arrows inside zstore": (lambda: _rooms("zstore")[1], 62),
