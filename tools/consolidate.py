@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from zstore.checkpoint import ArraySource, Record, new_folder
-from zstore.errors import CheckpointError, CheckpointMismatchError, format_bytes, format_count
+from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError, format_bytes, format_count
 from zstore.io import user_path
 from zstore.weights.files import FileLayout, Lost, lost_text, plan_model
 from zstore.weights.from_checkpoint import DTYPES, Companions, frozen_weights, list_weights, write_weights
@@ -46,6 +46,8 @@ def consolidate_command(
     Raises CheckpointError, with the tensors named and nothing published, for values that `dtype` cannot hold;
     CheckpointExistsError if `out` exists; CheckpointMismatchError if no weight is left.
     """
+    if dtype not in DTYPES:  # typer checks only those of the command line
+        raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     target = user_path(out)
     with open_location(ckpt, common, tag) as source:
         weights = list_weights(source, DTYPES[dtype])

@@ -327,6 +327,9 @@ def test_settings_that_are_not_read_are_refused(change: str) -> None:
     CHANGES[change](_settings(document))
     with pytest.raises(CheckpointMismatchError, match="here"):
         parse_array(document, "here")
+    document["chunk_grid"]["configuration"] = {"chunk_shapes": [[10, 30]]}  # the grid of a later version
+    with pytest.raises(CheckpointMismatchError, match="use a newer version"):
+        parse_array(document, "here")
 
 
 @pytest.mark.parametrize("level", [0, 22])

@@ -80,6 +80,11 @@ def test_weights_load_with_torchs_casts(dtype: str, saved: Path, arrays: dict[st
         assert file.metadata() == {"format": "pt"}
 
 
+def test_an_unknown_dtype_is_refused_with_those_that_are_known(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--dtype fp8: expected one of fp16, bf16, fp32"):
+        consolidate_command(saved, tmp_path / "out", "fp8")  # type: ignore[arg-type]
+
+
 def test_large_models_are_numbered_files_with_an_index(saved: Path, arrays: dict[str, Array], tmp_path: Path) -> None:
     out = tmp_path / "out"
     consolidate_command(saved / "step-00000060", out, "bf16", 1_000_000)

@@ -309,14 +309,19 @@ def _check_groups(groups: set[str], folders: set[str], inner: Mapping[str, Any],
 def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Grid, Codec | None]:
     """Return spec, grid and codec of an array's document; `where` names it in errors (see `parse_root`)."""
     try:
-        own, sharding = document["attributes"]["zstore"], document["codecs"][0]["configuration"]
-        name, dtype, codecs = own["name"], document["data_type"], sharding["codecs"]
+        own = document["attributes"]["zstore"]
+        name, dtype = own["name"], document["data_type"]
         aliases, dims = own.get("aliases", []), document.get("dimension_names", [])
-        cuts = document["chunk_grid"]["configuration"]["chunk_shape"], sharding["chunk_shape"]
         are_texts = all(isinstance(text, str) for text in (name, dtype, *aliases, *dims))
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CorruptionError(
-            f"{where}: expected an array with `zstore` attributes, in a regular grid of shards with inner chunks"
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptionError(f"{where}: expected an array with `zstore` attributes") from error
+    try:
+        sharding = document["codecs"][0]["configuration"]
+        cuts = document["chunk_grid"]["configuration"]["chunk_shape"], sharding["chunk_shape"]
+        codecs = sharding["codecs"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise CheckpointMismatchError(
+            f"{where}: {_UNREAD_CODING} (expected a regular grid of shards with inner chunks): use a newer version"
         ) from error
     if not are_texts:
         raise CorruptionError(

@@ -159,7 +159,7 @@ def read_file(
     reader: ArraySource, layout: FileLayout, start: int, stop: int, overflow: Overflow, *, block_bytes: int
 ) -> Iterator[memoryview]:
     """Yield bytes `[start, stop)` of a weights file without writing it, in blocks of at most `block_bytes`, or one element; a
-    block ends with a stored chunk, if chunks are not larger, so that none is read twice.
+    block ends with a stored chunk, if chunks are not larger, so that none is read twice. Small weights share a block.
 
     Raises CheckpointMismatchError if a value does not fit its type and `overflow` is "error", and the errors of reading.
     """
@@ -167,13 +167,29 @@ def read_file(
         return
     header = memoryview(layout.header)[start:stop]
     yield from (header[at : at + block_bytes] for at in range(0, len(header), block_bytes))
+    parts: list[memoryview] = []
+    nbytes = 0
+    for part in _weight_parts(reader, layout, start, stop, overflow, block_bytes):
+        if parts and nbytes + len(part) > block_bytes:
+            yield parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+            parts, nbytes = [], 0
+        parts.append(part)
+        nbytes += len(part)
+    if parts:
+        yield memoryview(b"".join(parts))
+
+
+def _weight_parts(
+    reader: ArraySource, layout: FileLayout, start: int, stop: int, overflow: Overflow, part_bytes: int
+) -> Iterator[memoryview]:
+    """Yield those bytes that are of weights, in parts of at most `part_bytes` of one weight; see `read_file`."""
     for number in range(max(0, bisect_right(layout.offsets, start) - 1), len(layout.weights)):
         weight, offset = layout.weights[number], layout.offsets[number]
         if offset >= stop:
             return
         array, size = reader.array(weight.array), weight.itemsize
         first, last = max(0, start - offset) // size, min(weight.numel, -(-(stop - offset) // size))
-        step = max(1, block_bytes // size)
+        step = max(1, part_bytes // size)
         for span in cut_spans(array, first, last, step * array.spec.itemsize):
             for at in range(span.first, span.stop, step):
                 values = np.empty(min(at + step, span.stop) - at, numpy_dtype(weight.dtype))
