@@ -52,7 +52,7 @@ LIMITS = {
         54_267,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_354),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_554),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_560),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_261),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_977),
