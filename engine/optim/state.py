@@ -22,6 +22,7 @@ from ..params.sharding import GradientTypes
 from ..plan.plan import Places
 from ..runtime.device import Transfers, one_thread
 from ..runtime.native import HostKernel, host_kernel
+from ..zero.spill import GradientSpill
 from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKernel
 
 Tiles = Generator[Tile, None, None]
@@ -84,6 +85,10 @@ class OptimizerState:
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""
+
+    def gradient_spill(self) -> GradientSpill:
+        """Return the access to gradients that wait on disk, each in its array of `spilled`."""
+        return GradientSpill(self.store, self.spilled, self.transfers)
 
     def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Places) -> None:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.

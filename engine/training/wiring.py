@@ -25,7 +25,6 @@ from ..runtime.device import Streams, Transfers, streams_for
 from ..zero.collectives import Exchanges, GradientRules, exchanges_of
 from ..zero.gradients import Gradients
 from ..zero.hooks import UnitHooks
-from ..zero.spill import GradientSpill
 from ..zero.unshard import ShardedUnits
 from .training import Training
 
@@ -150,6 +149,6 @@ def _gradients(
         squares_at_once=each_backward and in_backward,
         exchanges=exchanges,
     )
-    spill = GradientSpill(state.store, state.spilled, state.transfers) if each_backward and state.spilled else None
+    spill = state.gradient_spill() if each_backward and state.spilled else None
     arrived = None if hooks is None else hooks.arrived
     return Gradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)
