@@ -819,4 +819,8 @@ class Engine(nn.Module):
 
 
 def _in_fp16(value: Any) -> Any:
-    return value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if isinstance(value, torch.Tensor):
+        return value.half() if value.is_floating_point() else value
+    if isinstance(value, dict):  # a subclass: pytree has entered the others
+        return {key: tree_map(_in_fp16, item) for key, item in value.items()}
+    return type(value)(tree_map(_in_fp16, list(value))) if isinstance(value, list | tuple) else value

@@ -24,7 +24,6 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from zstore.errors import UsageError
 from zstore.format import ArraySpec
@@ -246,8 +245,7 @@ class Init(AbstractContextManager["Init"]):
         if self._busy or self._builder is None:
             return
         find = self._builder.find
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        touched = [built for tensor in tensors if (built := find(tensor)) is not None]
+        touched = [built for tensor in _tensors((args, kwargs)) if (built := find(tensor)) is not None]
         if not touched:
             return
         with self._unobserved() as builder:
@@ -323,6 +321,15 @@ def _overwriting() -> frozenset[Any]:
         init.xavier_normal_, init.xavier_uniform_, init.kaiming_normal_, init.kaiming_uniform_, init.orthogonal_,
         init.sparse_, tensor.normal_, tensor.uniform_, tensor.zero_, tensor.fill_, tensor.copy_, tensor.data.__set__,
     ])  # fmt: skip
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments, also those in lists, tuples and dicts, and in subclasses, which pytree does not enter."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
 
 
 def _can_be_stored(parameter: nn.Parameter) -> bool:

@@ -213,7 +213,6 @@ class Config:
                 'is treated as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank '
                 "may exchange at a time"
             )
-        text = ""
         if mode == "backward" and self.stage < 2 and self.world_size > 1:
             return (
                 "none",

@@ -170,6 +170,13 @@ def test_the_config_under_deepspeeds_names(stage: int) -> None:
         assert not engine.monitor.enabled
 
 
+def test_offload_at_stage_0_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    zero = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
+    with start(None, None, stand_in, zero_optimization=zero) as engine:
+        assert not engine.zero_cpu_offload()
+    assert "offload_optimizer ignored at stage 0" in caplog.text
+
+
 def test_momentum_of_other_optimizers_and_the_end() -> None:
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -190,6 +190,7 @@ def test_a_model_that_was_not_given_to_the_engine_says_what_to_do(tmp_path: Path
         model.load_state_dict(seeded(Stack, 7).state_dict())
         assert model(torch.ones(2, 128)).item() == seeded(Stack, 7)(torch.ones(2, 128)).item()
     with init:
+        assert not torch.stack(type("Weights", (list,), {})([model.layers[0].weight])).isnan().any()
         assert differences(values_of(model), values_of(seeded(Stack, 7))) == []
 
 

@@ -157,6 +157,7 @@ def test_the_scale_resumes_in_the_middle_of_a_window(tmp_path: Path) -> None:
 
 
 Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - any namedtuple is a tuple of its own
+Batch = type("Batch", (dict,), {})
 
 
 class Reader(nn.Module):
@@ -178,7 +179,7 @@ def reader(**keys: Any) -> Engine:
 def test_auto_cast_makes_floating_inputs_fp16() -> None:
     with reader(fp16={"enabled": True, "auto_cast": True, "loss_scale": 8}) as engine:
         x, ids, double = torch.ones(2, 4), torch.ones(2, dtype=torch.long), torch.ones(1, dtype=torch.double)
-        loss = engine(x, [ids, x], Pair(double, "text"), more={"mask": ids > 0, "x": (x,)}, flag=True)
+        loss = engine(x, [ids, x], Pair(double, "text"), more=Batch(mask=ids > 0, x=(x,)), flag=True)
         _, (listed, pair), named = engine.module.seen
         assert engine.module.seen[0] == torch.float16
         assert [t.dtype for t in listed] == [torch.int64, torch.float16]

@@ -295,10 +295,10 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad] if model is not None else []
     frozen = optimizer is None and (not isinstance(given, Mapping) or given.get("optimizer") is None)
     zero = given.get("zero_optimization") if isinstance(given, Mapping) else None
-    if isinstance(zero, Mapping) and not zero.get(
-        "stage"
-    ):  # as trl configures a reference model: DeepSpeed ignores the rest
-        given = {**given, "zero_optimization": {k: v for k, v in zero.items() if not k.startswith("offload_")}}
+    ignored: list[str] = []
+    if isinstance(zero, Mapping) and not zero.get("stage"):  # as trl configures a reference model
+        ignored = [key for key in zero if key.startswith("offload_")]
+        given = {**given, "zero_optimization": {key: value for key, value in zero.items() if key not in ignored}}
     engine, *others = zstore_initialize(
         args=None,
         model=model,
@@ -319,6 +319,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     for parameter in trainable:  # of a model that is evaluated first: its optimizer is made from these later
         parameter.requires_grad_(True)
     log_dist(f"DeepSpeed info: version={VERSION}", ranks=[0])
+    if ignored:
+        text = f"zero_optimization: {', '.join(ignored)} ignored at stage 0, as in DeepSpeed: write stage 1, 2 or 3 to offload"
+        log_dist(text, ranks=[0], level=logging.INFO if frozen else logging.WARNING)
     engine.config = raw_config(source)
     return engine, *others
 
