@@ -147,8 +147,6 @@ def _install_in_children() -> None:
         os.environ["PYTHONPATH"] = _STARTUP if before is None else f"{_STARTUP}{os.pathsep}{before}"
 
 
-# -- `python -m zstore.as_deepspeed` --------------------------------------------------------------------------------------
-
 USAGE = """usage: python -m zstore.as_deepspeed [--local_rank | --no_local_rank] SCRIPT [ARGUMENTS]
        python -m zstore.as_deepspeed [--local_rank | --no_local_rank] -m MODULE [ARGUMENTS]
 

@@ -115,9 +115,6 @@ def _to_torch(source: ArraySource, out: Path, weights: list[Weight], dtype: str,
     report_left_behind(progress, beside)
 
 
-# -- a torch file ---------------------------------------------------------------------------------------------------------
-
-
 def _write_state_dict(source: ArraySource, path: Path, weights: Sequence[Weight], progress: ProgressBar) -> list[Lost]:
     """Write the new file `path`, of which `torch.load(path, weights_only=True)` gives the weights by name.
 

@@ -180,9 +180,6 @@ class Common(Listing):
 DEFAULTS = Common()
 
 
-# -- the signatures that typer reads -----------------------------------------------------------------------------------------
-
-
 def for_typer(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Return `command` with a signature for typer: a parameter that is a dataclass of options is replaced by its fields.
 
@@ -224,9 +221,6 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
             yield inspect.Parameter(
                 field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
             )
-
-
-# -- opening -------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

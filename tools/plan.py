@@ -93,8 +93,6 @@ def plan_command(options: PlanOptions, json: Json = False) -> int:
     return 0 if chosen is not None and (options.config is None or chosen is first) else 1
 
 
-# -- the run to plan ----------------------------------------------------------------------------------------------------
-
 _PROPOSED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -221,9 +219,6 @@ def slots_of_module(module: nn.Module, optimizer: OptimizerSection | None, world
         kernel = rule.kernel(type(made), group)
         slots |= {parameter: rule.slots(kernel, parameter.shape, world_size) for parameter in group["params"]}
     return {name: slots[parameter] for name, _, parameter in named_parameters(module)}
-
-
-# -- output -------------------------------------------------------------------------------------------------------------
 
 
 def headline(run: PlannedRun, config: Mapping[str, Any]) -> str:

@@ -233,9 +233,6 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
     """Concatenated files. Only their sizes are kept; the bytes of a sample are read on request."""

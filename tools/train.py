@@ -139,9 +139,6 @@ def auto_values(options: TrainOptions, config: Config) -> dict[str, Any]:
     return given
 
 
-# -- the command --------------------------------------------------------------------------------------------------------
-
-
 OFFLOAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
 """Variables that torch reads once, when it is imported. Its threads do not spin while they wait, since I/O and the update
 need the cores; storage that is refilled for every unit is in huge pages, which costs a tenth."""
@@ -229,9 +226,6 @@ def launch(command: Sequence[str], num_ranks: int) -> None:
 
 
 _log = logging.getLogger("zstore")
-
-
-# -- the loop -----------------------------------------------------------------------------------------------------------
 
 
 class TrainLoop:
@@ -375,8 +369,6 @@ def _drop_lines_from(path: Path, first_step: int) -> None:
             continue
     path.write_text("".join(kept), encoding="utf-8")
 
-
-# -- resuming: the checkpoint of `--resume`, and the position in the data that it was saved at ---------------------------
 
 STATE_KEY = "zstore_train"
 """Key of a run's position in the client state."""

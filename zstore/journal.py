@@ -62,9 +62,6 @@ def run_of(file: str) -> str | None:
     return None if found is None else found.group(1)
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
-
-
 def journals(folder: FolderLike) -> list[str]:
     """Return the names of the journals in a folder or at a URL, sorted. Raises FileNotFoundError if there is no folder."""
     return sorted(name for name in folder_at(folder).entries().files if run_of(name) is not None)
@@ -107,9 +104,6 @@ def number(value: Any) -> float | None:
     return value if is_number and math.isfinite(value) else None
 
 
-# -- lines --------------------------------------------------------------------------------------------------------------
-
-
 def encode(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of JSON. Functions among its values are called; values of no JSON type are written as text."""
     not_finite: dict[str, str] = {}
@@ -138,9 +132,6 @@ def decode_lines(data: bytes) -> list[Record]:
             if isinstance(record, dict) and isinstance(record.get("kind"), str):
                 found.append(record)
     return found
-
-
-# -- writing ------------------------------------------------------------------------------------------------------------
 
 
 class JournalFile(Closing):

@@ -85,8 +85,6 @@ class Access:
         """Watches the parameters of the model, and its state dicts."""
         live_runs.add(self)
 
-    # -- parameters by name, and the state between steps ------------------------------------------------------------
-
     def find(self, name: str) -> ParameterRecord | None:
         """Return the record of a parameter by its name in the model, perhaps with the engine's prefix `module.`."""
         return self._by_name.get(name) or self._by_name.get(name.removeprefix("module."))
@@ -127,8 +125,6 @@ class Access:
         if changes:
             self._before_changes()
         return checked
-
-    # -- reading ----------------------------------------------------------------------------------------------------
 
     def parameter(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return a parameter's fp32 master, or itself if it is not trained."""
@@ -250,8 +246,6 @@ class Access:
                 world.raise_together(error)
                 unchecked_numel = 0
         world.raise_together(error)
-
-    # -- changing ---------------------------------------------------------------------------------------------------
 
     def set_parameter(self, name: str, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`."""
@@ -406,9 +400,6 @@ def _send(world: World, piece: _ArrayPiece, values: torch.Tensor | None, *, rank
         return values if world.rank == 0 else None
     world.broadcast(values, piece.shard)
     return values
-
-
-# -- `optimizer.state` --------------------------------------------------------------------------------------------------
 
 
 class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):

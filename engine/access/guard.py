@@ -126,8 +126,6 @@ class ParameterGuard:
         while self._wrappers:
             self._wrappers.pop().remove()
 
-    # -- conversions ------------------------------------------------------------------------------------------------
-
     def _check_conversion(self, module: nn.Module, convert: Convert) -> None:
         """Raise UsageError if `convert`, tried on small tensors of the same kinds, would change a parameter of `module`."""
         which = "the model" if module is self._model else f"a {type(module).__name__} of the model"
@@ -148,8 +146,6 @@ class ParameterGuard:
                 raise UsageError(f"{refusal}: parameter {name!r} {change}. {_ADVICE}")
             if (made.data_ptr(), made.stride()) != (address, strides):
                 raise UsageError(f"{refusal}: parameter {name!r} would be reallocated. {_ADVICE}")
-
-    # -- other changes ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise UsageError if a parameter is no longer the one that the engine trains; a replaced storage is restored.
@@ -273,8 +269,6 @@ class ParameterGuard:
             )
             self._later |= added
         self._note_structure()
-
-    # -- state dicts ------------------------------------------------------------------------------------------------
 
     def emit_empty_tensors(self, *, logs: bool) -> None:
         """Represent sharded parameters by empty tensors in state dicts; `logs` one warning of it."""

@@ -167,9 +167,6 @@ def _check(entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool
         raise UsageError("the state dict does not fit the model:" + "".join(f"\n  {line}" for line in lines))
 
 
-# -- weights for other software ---------------------------------------------------------------------------------------
-
-
 def save_weights(
     access: Access,
     folder: Path,

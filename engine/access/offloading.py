@@ -119,8 +119,6 @@ class OffloadedStates:
     def _copy(self, target: Any, source: Any) -> None:
         self._training.state.transfers.copy_into(as_torch(target), as_torch(source))
 
-    # -- memory of parameters ---------------------------------------------------------------------------------------
-
     def _offload_memory(self, record: ParameterRecord, tier: TierName) -> None:
         """Copy a parameter's memory to the store and free it."""
         name = f"offloaded/{record.name}"
@@ -168,8 +166,6 @@ class OffloadedStates:
         with self._training.state.passing([[name]], mode) as tiles:
             for tile in tiles:
                 use(tile.views[0], slice(tile.first, tile.stop))
-
-    # -- back -------------------------------------------------------------------------------------------------------
 
     def reload(self) -> None:
         """Move everything back (all ranks)."""

@@ -114,9 +114,6 @@ def _check_rank(rank: int | None, world: World) -> None:
         raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world.world_size - 1}")
 
 
-# -- parameters of a run ------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _gather_in_run(access: Access, records: Sequence[ParameterRecord], rank: int | None) -> Iterator[None]:
     """Gather parameters of a run; at the end write changes back or undo them, and release the parameters."""
@@ -226,9 +223,6 @@ def _restore_memory(record: ParameterRecord, *, keep: bool) -> None:
         record.parameter.data = record.full.view(record.shape)
 
 
-# -- parameters that are not trained yet --------------------------------------------------------------------------------
-
-
 @contextmanager
 def _gather_in_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> Iterator[None]:
     """Gather parameters of a model that is being built in shards; at the end write changes back, or drop them."""
@@ -293,9 +287,6 @@ def with_synced_gpus(generate: Callable[..., Any]) -> Callable[..., Any]:
     return synced
 
 
-# -- state by parameter -------------------------------------------------------------------------------------------------
-
-
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return the fp32 master of a parameter, whole, on the CPU."""
     found = _find(param)
@@ -353,9 +344,6 @@ def safe_update_full_grad_vectorized(
         gradient = safe_get_full_grad(param)
         if gradient is not None:
             safe_set_full_grad(param, update_func(gradient, param))
-
-
-# -- this rank's rows: see `ParameterRecord.owned_range` ---------------------------------------------------------------
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

@@ -286,8 +286,6 @@ class ActivationOffload:
         finally:
             active_offload.reset(token)
 
-    # -- forward ----------------------------------------------------------------------------------------------------
-
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return the object that autograd saves in place of `tensor`, or `tensor` if it stays (a saved-tensor hook)."""
         if not self._takes(tensor):
@@ -349,8 +347,6 @@ class ActivationOffload:
             with self._lock:
                 self._writing_bytes -= nbytes
                 self._ended.notify_all()
-
-    # -- backward ---------------------------------------------------------------------------------------------------
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Return the tensor that `pack` was given, with the same values (a saved-tensor hook)."""
@@ -418,8 +414,6 @@ class ActivationOffload:
         with self._lock:
             piece.memory, piece.read = target, None
             self._counts.read_bytes += piece.nbytes
-
-    # -- both -------------------------------------------------------------------------------------------------------
 
     def _tidy(self) -> None:
         """Free the places of dropped pieces, and raise the error of a thread."""

@@ -133,8 +133,6 @@ class Engine(nn.Module):
             ends.callback(end)
         self._finalizer: weakref.finalize[..., Any] = closing_with(self, ends.close)
 
-    # -- the loop ---------------------------------------------------------------------------------------------------
-
     @_phase("forward", needs=("lp_params",))
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
@@ -304,7 +302,6 @@ class Engine(nn.Module):
             f"engine.{name} = Parameter(...) would not be trained: give it to the model before initialize()"
         )
 
-    # -- whole steps ------------------------------------------------------------------------------------------------
     # A micro-batch is the input of the model: a tuple or list of arguments, a mapping of keyword arguments, or one argument.
     # The model returns its loss, or an output with it as `loss`, under "loss" or as first element.
 
@@ -343,7 +340,6 @@ class Engine(nn.Module):
         with evaluating(self):
             return mean_loss([loss_of(call_with(self, batch)) for batch in batches], self.world)
 
-    # -- whole tensors ----------------------------------------------------------------------------------------------
     # Collectives: every rank calls them with the same names, in the same order. `name` is as in `model.named_parameters()`;
     # tied parameters have several. A wrong name is a UsageError on every rank, with the nearest one.
 
@@ -462,8 +458,6 @@ class Engine(nn.Module):
         self.access.require_no_block("engine.load_state_dict()")
         return load_module_state(self.access, state_dict, strict=strict)
 
-    # -- memory -----------------------------------------------------------------------------------------------------
-
     @functools.cached_property
     def _offloaded(self) -> OffloadedStates:
         return OffloadedStates(self.training_state, self.access)
@@ -491,8 +485,6 @@ class Engine(nn.Module):
         """Move back everything that `offload_states` moved, with the same bits (all ranks)."""
         with self.world.calling("access"):
             self._offloaded.reload()
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
 
     @_phase("save", meets=True)
     def save_checkpoint(  # noqa: PLR0913 - DeepSpeed's signature, then ours
@@ -577,8 +569,6 @@ class Engine(nn.Module):
         """Wait until a save with `wait=False` is committed; raise its error, on every rank (all ranks)."""
         self.checkpoints.wait()
 
-    # -- stopping ---------------------------------------------------------------------------------------------------
-
     def save_on_signal(
         self,
         save_dir: UserPath,
@@ -636,8 +626,6 @@ class Engine(nn.Module):
             self.world.watch.agreed = True  # no failure of the run
             self.journal.stops(stop := SystemExit(STOPPED_EXIT_CODE))
             raise stop
-
-    # -- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
@@ -761,8 +749,6 @@ class Engine(nn.Module):
         training = self.training_state
         units = training.compiled is not None and bool(training.compiled.names)
         return units or training.model._compiled_call_impl is not None
-
-    # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Complete a running save, then release hooks, memory, threads and the run folder; a second call does nothing."""

@@ -48,8 +48,6 @@ class LossBackward:
         self.is_engines = False
         """Whether `engine.backward` is running, and the hooks do nothing."""
 
-    # -- forward ----------------------------------------------------------------------------------------------------
-
     def watch(self, output: Any) -> Any:
         """Return a forward's output with hooks, so that a backward through it is one of the engine."""
         training = self._training
@@ -70,8 +68,6 @@ class LossBackward:
         if self._training.update.runs_in_backward and self._training.accumulation.is_boundary:
             self._access.require_no_block(f'{call}, which with "step_overlap": "backward" updates,')
             self._access.guard.check_sample()
-
-    # -- backward ---------------------------------------------------------------------------------------------------
 
     def _pass(self, loss: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
         """Start the backward if it is new, and return the gradient for the model; None: unchanged."""
@@ -145,9 +141,6 @@ class LossBackward:
             training.hooks.abandon()
         # As when engine.backward() fails: other ranks get a message.
         ends.__exit__(type(error), error, None)
-
-
-# -- a forward's output -------------------------------------------------------------------------------------------------
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:

@@ -180,8 +180,6 @@ class Builder:
         """Whether the values in the store are lost."""
         return not (self._finalizer.alive or self.is_handed_over)
 
-    # -- records ----------------------------------------------------------------------------------------------------
-
     def find(self, tensor: torch.Tensor) -> Built | None:
         """Return the record of a parameter, None for any other tensor."""
         built = self._by_id.get(id(tensor))
@@ -227,8 +225,6 @@ class Builder:
             self._by_id = {key: other for key, other in self._by_id.items() if other is not built}
             self._count_released(built)
             self._drop_rows(built)
-
-    # -- live or released -------------------------------------------------------------------------------------------
 
     def touch(self, built: Built, *, overwritten: bool = False) -> None:
         """Make a parameter live, before it is read or written; `overwritten` as a whole, it is not read from the store."""
@@ -306,8 +302,6 @@ class Builder:
         if rows is not None:
             self.store.remove(rows.spec.name)
 
-    # -- values -----------------------------------------------------------------------------------------------------
-
     def own_rows(self, built: Built) -> torch.Tensor:
         """Return a copy of this rank's rows of a released parameter, 1-D on the CPU."""
         rows = _rows_of(built)
@@ -340,8 +334,6 @@ class Builder:
         # A copy: the collective keeps its memory for an unknown time.
         return everyone[: rows.spec.numel].view(rows.spec.shape).to(built.device, copy=True)
 
-    # -- ranks ------------------------------------------------------------------------------------------------------
-
     def agree_on_values(self, error: BaseException | None) -> None:
         """Raise on all ranks, as `agree` does, unless every rank released the same values (all ranks)."""
         self.agree("the end of the block", error)
@@ -368,8 +360,6 @@ class Builder:
         except BaseException:
             self.failed = self.world.world_size > 1
             raise
-
-    # -- ends -------------------------------------------------------------------------------------------------------
 
     def owners(self) -> list[nn.Module]:
         """Return the modules that have released parameters."""
@@ -409,8 +399,6 @@ class Builder:
         self._finalizer()
 
 
-# -- blocks of `zstore.Init`, and the engine ---------------------------------------------------------------------------
-
 open_blocks: list[Any] = []
 """The open block, if any."""
 seen_by_init: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -440,9 +428,6 @@ def leave_to_engine(model: nn.Module) -> None:
     """Mark the parameters of `model` as those of an engine."""
     for parameter in model.parameters():
         trained[parameter] = None
-
-
-# -- which builder -----------------------------------------------------------------------------------------------------
 
 
 def model_deleted_error() -> UsageError:

@@ -94,8 +94,6 @@ class Init(AbstractContextManager["Init"]):
             with self:
                 self._enter_module(module)
 
-    # -- the block --------------------------------------------------------------------------------------------------
-
     def __enter__(self) -> Self:
         if not self._enabled:
             return self
@@ -184,8 +182,6 @@ class Init(AbstractContextManager["Init"]):
                     "builds models for real. Leave the meta device out, or load weights with zstore.from_pretrained()"
                 )
         return None
-
-    # -- within the block -------------------------------------------------------------------------------------------
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if self._builder is None and parameter is not None:

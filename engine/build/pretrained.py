@@ -78,9 +78,6 @@ def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: to
     return model.eval()
 
 
-# -- the skeleton -----------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     thread = threading.get_ident()
@@ -123,9 +120,6 @@ def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
             f"which gives {type(model).__name__}"
         )
     return model
-
-
-# -- matching the keys ------------------------------------------------------------------------------------------------
 
 
 def match_weights(model: nn.Module, reader: WeightsReader) -> dict[str, StoredWeight]:
@@ -194,9 +188,6 @@ def _mismatches(
         "load with it in shards: `with zstore.Init(config=config): model = cls.from_pretrained(folder)`"
     )
     return "\n".join(lines)
-
-
-# -- values -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

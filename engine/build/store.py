@@ -58,9 +58,6 @@ def open_store(
     return store
 
 
-# -- of a model that is being built -----------------------------------------------------------------------------------
-
-
 def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bool]:
     """Return the builder for a config, which need not be resolved, and whether it is new; None if parameters stay whole in
     memory (all ranks). Models built under one config share a store."""
@@ -93,9 +90,6 @@ def _tier(config: Config, world: World) -> TierName | None:
     is_16bit = config.settings.bf16.enabled is not False or config.settings.fp16.enabled is not False
     order = (state, own) if is_16bit else (fetched, state)
     return next((tier for tier in order if tier != "device"), "host")
-
-
-# -- of a run ---------------------------------------------------------------------------------------------------------
 
 
 class BuiltModel:
@@ -195,9 +189,6 @@ def warn_of_fallbacks(store: Store, world: World) -> None:
     for message, which in ranks.items():
         where = "every rank" if len(which) == world.world_size else f"rank {', '.join(map(str, which))}"
         warn_once("%s: %s", where, message)
-
-
-# -- of a run's parameters -------------------------------------------------------------------------------------------
 
 
 NamedParameter = tuple[str, tuple[str, ...], nn.Parameter, int | None]

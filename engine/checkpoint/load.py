@@ -185,8 +185,6 @@ class Restore:
         state: dict[str, Any] = join_tensors(reader.record.state.get("client_state", {}), reader.read_array)
         return state
 
-    # -- arrays -----------------------------------------------------------------------------------------------------
-
     def _link(self, reader: ArraySource, one: Range) -> bool:
         """Link the file of an array into the run folder if it has the run's layout. See [Note: loading by links]."""
         name, store = one[0], self._training.state.store
@@ -258,8 +256,6 @@ class Restore:
             known = None if found is None else KnownFile.of(found[0], version=version, crcs=tuple(found[1]))
             self.known |= {} if known is None else {name: known}
 
-    # -- after the arrays -------------------------------------------------------------------------------------------
-
     def _load_rng(self, reader: ArraySource) -> None:
         world, step = self._training.world, self._training.counters.global_steps
         record = reader.record
@@ -312,9 +308,6 @@ def _read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: tor
     values = np.empty(stop - first, numpy_dtype(stored))
     ahead.read(name, first, stop, values)
     target.copy_(as_torch(values))
-
-
-# -- the plan -----------------------------------------------------------------------------------------------------------
 
 
 def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, options: LoadOptions) -> LoadPlan:

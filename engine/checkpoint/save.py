@@ -108,8 +108,6 @@ class Checkpoints:
         self.report: LoadReport | None = None
         """The result of the last load; None before the first."""
 
-    # -- saving -----------------------------------------------------------------------------------------------------
-
     def save(self, options: SaveOptions) -> SaveHandle:
         """Begin a save, and with `wait` complete it (all ranks)."""
         started = time.perf_counter()
@@ -331,8 +329,6 @@ class Checkpoints:
         self._known = {**self._known, **summary.known}
         for message in summary.messages:
             _log.warning("%s", message)
-
-    # -- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint by `options`; return its path and the client's state (all ranks)."""

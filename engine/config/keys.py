@@ -226,8 +226,6 @@ def acting(section: Section) -> dict[str, Any]:
     return {name: found[name] for name in fields if name in found}
 
 
-# -- the keys that do not act, which `Section` adds to the sections, so that all keys are checked and documented alike -------
-
 _MEAN = (
     "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
     "fp16.initial_scale_power, or train in bf16"

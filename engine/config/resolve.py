@@ -261,8 +261,6 @@ def _replaced(section: S, values: Mapping[str, Any]) -> S:
     return section.model_copy(update=update)
 
 
-# -- the caller's answers, checked against the schema by their dotted keys ---------------------------------------------
-
 _SOURCE = "initialize(auto=...)"
 
 

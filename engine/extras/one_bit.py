@@ -62,9 +62,6 @@ _PER_BYTE = 8
 _SCALE_BYTES = 4
 
 
-# -- rules: see [Note: rules] ----------------------------------------------------------------------------------------
-
-
 @dataclass
 class TensorState:
     """The state of one parameter on this rank. All tensors are fp32, 1-D [numel], changed in place."""
@@ -277,9 +274,6 @@ class LambRule(AdamRule):
         state.master.sub_(update, alpha=rate * ratio * (scalars["lamb_coeff_freeze"] or 1.0))
 
 
-# -- messages --------------------------------------------------------------------------------------------------------
-
-
 def chunk_numel(numel: int, world_size: int) -> int:
     """Return the number of elements of a tensor that each rank averages, with padding to whole bytes of signs."""
     return round_up(-(-numel // world_size), _PER_BYTE)
@@ -355,8 +349,6 @@ class OneBitStep(Stepper):
         """Return the rule of a parameter, and the number of its group."""
         return cast("tuple[AdamRule, int]", self._state.kernel_of(record))
 
-    # -- steps ------------------------------------------------------------------------------------------------------
-
     def averaged(self) -> set[ParameterRecord]:
         exact = set()
         for record, scalars in self._state.scalars.items():
@@ -401,8 +393,6 @@ class OneBitStep(Stepper):
         self._state.scalars[record] = state.scalars
         if not self._state.is_master(record):
             self._state.transfers.copy_into(record.owned(), state.master)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return the state that differs by rank, in rows, by parameter name, on rank 0; {} for each elsewhere (all ranks)."""

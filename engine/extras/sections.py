@@ -16,9 +16,6 @@ EpsPair = Annotated[
 ]
 
 
-# -- optimizers -----------------------------------------------------------------------------------------------------------
-
-
 class LambParams(MomentParams):
     """Arguments of LAMB: Adam whose step is scaled, for each tensor, by the norm of the weights over that of the update."""
 
@@ -163,8 +160,6 @@ class OneBitLambParams(_OneBitParams):
     factor_threshold: Real = built(0.1)
     """Part by which the correction may change in an update."""
 
-
-# -- sparse attention -----------------------------------------------------------------------------------------------------
 
 _Blocks = Annotated[tuple[Count, ...], Expects("a list of whole numbers")]
 _Sizes = Annotated[tuple[Positive, ...], Expects("a list of whole numbers of at least 1")]

@@ -35,9 +35,6 @@ def pattern_of(mode: str, **arguments: Any) -> Pattern:
     return pattern
 
 
-# -- layouts and masks ------------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=32)
 def layout_of(pattern: Pattern, num_heads: int, num_blocks: int) -> torch.Tensor:
     """Return which blocks of keys each block of queries attends to: bool [heads, queries, keys], with 1 head if all are
@@ -116,9 +113,6 @@ def block_mask(pattern: Pattern, num_heads: int, num_tokens: int, device: torch.
     return create_block_mask(attends, None, heads, num_tokens, num_tokens, device)
 
 
-# -- attention --------------------------------------------------------------------------------------------------------
-
-
 def attend(  # noqa: PLR0913 - as scaled_dot_product_attention, with the pattern
     query: torch.Tensor,
     key: torch.Tensor,
@@ -165,9 +159,6 @@ def attend(  # noqa: PLR0913 - as scaled_dot_product_attention, with the pattern
 @functools.cache
 def _compiled_flex() -> Any:
     return torch.compile(flex_attention)
-
-
-# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def apply(model: nn.Module, pattern: Pattern) -> int:

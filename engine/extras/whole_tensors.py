@@ -211,8 +211,6 @@ class TensorStep(Stepper):
         except Exception as error:
             self._error = self._error or error
 
-    # -- 1. ---------------------------------------------------------------------------------------------------------
-
     def _rows(self, part: _Part, row: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of an array, in a row that it exchanges."""
         return row[part.offset : part.offset + part.grid.shard_valid_numel(self._rank)]
@@ -237,8 +235,6 @@ class TensorStep(Stepper):
         if (factor := changes.settings.factor_of(record)) != 1.0:
             target.mul_(factor)
 
-    # -- 2. ---------------------------------------------------------------------------------------------------------
-
     def _step(self, changes: Changes, tensor: _Tensor, received: torch.Tensor, back: torch.Tensor) -> None:
         wholes = []
         for part in tensor.parts:
@@ -257,8 +253,6 @@ class TensorStep(Stepper):
             for row, first in zip(back, range(0, flat.numel(), step), strict=False):
                 rows = flat[first : first + step]
                 row[part.offset : part.offset + rows.numel()] = rows
-
-    # -- 3. ---------------------------------------------------------------------------------------------------------
 
     def _write(self, tensors: Sequence[_Tensor], back: torch.Tensor, number: int) -> None:
         state, kept = self._state, self._kept(tensors, back)
@@ -282,8 +276,6 @@ class TensorStep(Stepper):
                 elif part.slot is None and record.stored_array is None and not state.is_master(record):
                     state.transfers.copy_into(record.owned()[tile.first : tile.stop], values)
 
-
-# -- Muon -----------------------------------------------------------------------------------------------------------------
 
 _MUON = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -374,9 +366,6 @@ def _muon_from_config(_: Kind, groups: Groups, arguments: Mapping[str, Any], mod
     return MuonWithAdam(found)
 
 
-# -- the rules ------------------------------------------------------------------------------------------------------------
-
-
 def _kernel(kind: Kind, group: Mapping[str, Any]) -> Kernel:
     if kind is MuonWithAdam:
         return TensorKernel(torch.optim.Muon, group) if group["use_muon"] else kernel_for(torch.optim.AdamW, group)
@@ -387,9 +376,6 @@ def _slots(kernel: Kernel, shape: Sequence[int], _world_size: int) -> Slots:
     if isinstance(kernel, TensorKernel):
         return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays(0, shape))
     return kernel.slots
-
-
-# -- LAMB ----------------------------------------------------------------------------------------------------------------
 
 
 class Lamb(torch.optim.Optimizer):

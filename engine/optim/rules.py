@@ -142,8 +142,6 @@ class ClientStep(Stepper):
             if not self._state.is_master(record):
                 self._state.transfers.copy_into(record.owned(), master)
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
         kept = self._client.state
         return {r.name: dict(kept[r.parameter]) for r in self._state.scalars if kept.get(r.parameter)}

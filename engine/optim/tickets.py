@@ -112,8 +112,6 @@ class Tickets:
             self.of.clear()
             self.error = None
 
-    # -- the backward's thread --------------------------------------------------------------------------------------
-
     def put(self, waiting_bytes: Mapping[ParameterRecord, int], num_unseen: int, last_read: Event) -> None:
         """Hand over the final gradients of a unit, with the bytes of each that its update frees, and wait for room."""
         with self._changed:
@@ -136,8 +134,6 @@ class Tickets:
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
-
-    # -- the update's thread ----------------------------------------------------------------------------------------
 
     def find(self, record: ParameterRecord, *, wait: bool) -> UpdateTicket | None:
         """Return the ticket of a record whose update may begin, with `wait` once its gradient is final; None: it is not, or
@@ -188,8 +184,6 @@ class Tickets:
             self._changed.notify_all()
         for pin in (pin for ticket in begun for pin in ticket.pins):
             pin.resolve(self._state.store, error)
-
-    # -- readers and saves ------------------------------------------------------------------------------------------
 
     def wait_for(self, records: Iterable[ParameterRecord], wait: bool = True) -> bool:
         """Return whether none of `records` waits for its update, with `wait` when that is so; raise the error that ended the

@@ -124,8 +124,6 @@ class Update:
         """Whether an update has begun in a backward that `step()` has not ended."""
         return self.phase is UpdatePhase.IN_BACKWARD
 
-    # -- whether the state is whole -----------------------------------------------------------------------------------
-
     @property
     def torn(self) -> bool:
         """Whether the state is inconsistent. See [Note: which state is whole]."""
@@ -143,8 +141,6 @@ class Update:
         self._partial = True
         yield
         self._partial = False  # not after an error
-
-    # -- in step() ----------------------------------------------------------------------------------------------------
 
     def split_by_mode(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
         """Return the records with a gradient that are updated in `step()`, and those in the background: the same on all
@@ -216,8 +212,6 @@ class Update:
         self._start(changes, UpdatePhase.IN_BACKGROUND)
         self._is_agreed = False
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
-
     def _start(self, changes: Changes, phase: UpdatePhase, max_waiting_bytes: float = math.inf) -> None:
         self.join()
         if self.tickets.error is not None:
@@ -248,8 +242,6 @@ class Update:
         if self._running is not None:
             self._running.wait_for_end()
             self._running = None
-
-    # -- waits --------------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Wait for any running update, except one in a backward; raise its error on every rank (all ranks)."""
@@ -296,8 +288,6 @@ class Update:
             self._workers = None
         if self.guard is not None:
             self.guard.remove()
-
-    # -- in the backward: see [Note: an update in the backward] -------------------------------------------------------
 
     def start_in_backward(self, settings: StepSettings) -> None:
         """Start an update in step mode `backward`, which takes each record when its gradient is final (before the backward).

@@ -161,8 +161,6 @@ class ParameterRecord:
             aliases=self.aliases if group == "model" else (),
         )
 
-    # -- see [Note: the memory of a parameter] ---------------------------------------------------------------------
-
     def keep_shard(self, rows: torch.Tensor | None = None) -> None:
         """Copy this rank's rows, or 1-D `rows` in place of them, to `shard`, and release the parameter."""
         first, stop = self.owned_range

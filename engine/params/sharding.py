@@ -115,9 +115,6 @@ def is_narrower(dtype: torch.dtype, wanted: torch.dtype) -> bool:
     return dtype.itemsize < wanted.itemsize
 
 
-# -- units ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Unit:
     """Parameters that are gathered, released and reduced together."""

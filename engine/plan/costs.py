@@ -22,8 +22,6 @@ AUTO_PERCENT = 60
 """Of the host's available memory: a host budget that is "auto"."""
 _ZERO, _MICRO, _ACCUMULATION = "zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
-# -- the ladder ---------------------------------------------------------------------------------------------------------
-
 Changes = dict[str, Any]
 """New values of keys, by their dotted names."""
 
@@ -76,9 +74,6 @@ def changed(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
                     section.pop(older, None)
         section[name] = value
     return found
-
-
-# -- what a config needs ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

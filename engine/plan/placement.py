@@ -116,9 +116,6 @@ def fill_device(
     return replace(settings, ratio=math.ceil(1000 * missing_bytes / max(more_bytes, 1)) / 1000)
 
 
-# -- stored arrays ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Array:
     """One array, or several that are stored as one."""
@@ -201,9 +198,6 @@ def _held(arrays: Sequence[_Array], buffer_bytes: int) -> dict[str, Bytes]:
     kinds = dict.fromkeys(["parameters", "gradients", "master", *(kind for kind, _ in sums)])
     held = {kind: Bytes(**{rest: sums[kind, rest] for rest in ("device", "host", "disk")}) for kind in kinds}
     return held | {"buffers": Bytes(host=buffer_bytes)}
-
-
-# -- fixed places, and choices ------------------------------------------------------------------------------------------
 
 
 def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool) -> Places:
@@ -313,9 +307,6 @@ def spread_turn(number: int) -> int:
     Source: multiples of the golden ratio, modulo 1 (Knuth, The Art of Computer Programming 3, 6.4).
     """
     return number * 2654435769 % 2**32
-
-
-# -- the budget ---------------------------------------------------------------------------------------------------------
 
 
 def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSettings) -> int:

@@ -196,9 +196,6 @@ class Plan:
         return Bytes(**{place: sum(vars(one)[place] for one in self.held.values()) for place in vars(Bytes())})
 
 
-# -- the report ---------------------------------------------------------------------------------------------------------
-
-
 def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
     """Return the text for the log at the start: bytes of each place, the host budget, bytes that a step moves. `plan` is
     rank 0's; `local_ranks` ranks share the machine's drive."""
@@ -230,9 +227,6 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
     transient = (gathered if plan.gathered_bytes else "") + (whole if plan.update_bytes else "")
     lines.append(f"  not counted: {transient}gradients in transit and activations")
     return "\n".join(lines)
-
-
-# -- the inputs ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,9 +302,6 @@ def _gathered_for_use(shapes: Sequence[ParameterShape], config: Config) -> Itera
             yield one.name
         elif room_numel is not None:
             room_numel -= numel
-
-
-# -- settings and buffers -----------------------------------------------------------------------------------------------
 
 
 def placement_settings(config: Config, *, budget_bytes: int | None, device_is_host: bool) -> PlacementSettings:
@@ -390,9 +381,6 @@ def activation_pool_bytes(budget_bytes: int | None) -> int:
 def itemsize_of(config: Config) -> int:
     """Return the bytes of an element in the precision of a resolved config."""
     return numpy_dtype(DTYPES[config.precision]).itemsize
-
-
-# -- activations --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,9 +102,6 @@ def plan_run(
     return plan
 
 
-# -- memory and drives --------------------------------------------------------------------------------------------------
-
-
 def check_device(plan: Plan, device_bytes: int) -> None:
     """Raise BudgetError if the plan needs more than the device's memory."""
     # At least one unit has to be gathered in addition.
@@ -160,8 +157,6 @@ def check_drives(plan: Plan, store: Store, world: World) -> None:
 def _drive_of(folder: Path) -> int:
     return folder.stat().st_dev
 
-
-# -- precision ----------------------------------------------------------------------------------------------------------
 
 _FIRST_TENSOR_CORES = 7
 """Compute capability from which all GPUs multiply fp16 faster than fp32 (V100)."""

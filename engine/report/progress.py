@@ -207,9 +207,6 @@ def _memory_line(training: Training) -> str:
     return line + (f", of CUDA {format_bytes(nbytes)}" if (nbytes := cuda_peak_bytes(device)) else "")
 
 
-# -- the journal ---------------------------------------------------------------------------------------------------------
-
-
 class RunJournal:
     """An engine's journal, written by rank 0; on other ranks, and if the config turns it off, every call does nothing.
 
@@ -246,8 +243,6 @@ class RunJournal:
     def _step(self) -> int:
         return self._training.counters.global_steps
 
-    # -- from training loops ----------------------------------------------------------------------------------------
-
     def note(self, *, tokens: int | None = None, total_steps: int | None = None) -> None:
         """Set what the engine cannot know: the tokens of a step over all ranks, from the current one until the next call, and
         the planned steps of the run."""
@@ -259,8 +254,6 @@ class RunJournal:
         found = {f"metric/{name}": value for name, given in values.items() if (value := _number(given)) is not None}
         if found:
             self._add("metrics", **found)
-
-    # -- from the engine --------------------------------------------------------------------------------------------
 
     def step_ended(self, loss: float | Callable[[], float] | None, spent: PhaseTimes) -> None:
         """Record a step at its end, with the seconds of its phases."""
@@ -352,8 +345,6 @@ class RunJournal:
         self._reason = "stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed"
         self._problem = "" if isinstance(error, SystemExit) else _text_of(error)
 
-    # -- the file ---------------------------------------------------------------------------------------------------
-
     def saves_in(self, folder: Path, remote: UploadPlace | None, *, is_final: bool = True) -> None:
         """Set the folder of the run's checkpoints, and the URL that they are uploaded to, unless a final one is set. See
         [Note: the journal's folder]. For a loop with a folder for each save the parent folder is used; Lightning's folders
@@ -440,9 +431,6 @@ class RunJournal:
         self.enabled = False
 
 
-# -- the map of memory --------------------------------------------------------------------------------------------------
-
-
 def _memory_record(training: Training) -> dict[str, Any]:
     """Return the record of this rank's bytes between two steps, and of the planned bytes of gradients."""
     device, plan = training.world.device, training.plan
@@ -457,9 +445,6 @@ def _memory_record(training: Training) -> dict[str, Any]:
         "device_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
         "arrays": [one for one in arrays if one[3] > 0],
     }
-
-
-# -- texts and numbers --------------------------------------------------------------------------------------------------
 
 
 def _number(value: Any) -> float | None:

@@ -215,9 +215,6 @@ def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
             yield name, store.tier(name).name, kind, store.local(name).nbytes
 
 
-# -- utilisation -----------------------------------------------------------------------------------------------------
-
-
 def peak_of(name: str, precision: str) -> float | None:
     """Return the peak of a CUDA device, by its name, for training in `precision`; None if it is not in the table."""
     tf32 = torch.backends.cuda.matmul.allow_tf32

@@ -126,9 +126,6 @@ def host_kernel() -> HostKernel | None:
     return kernel
 
 
-# -- the library ----------------------------------------------------------------------------------------------------
-
-
 def _load() -> ctypes.CDLL:
     """Return the library of the wheel, or of the cache, where it is built if it is missing."""
     folder = Path(__file__).parent
@@ -185,8 +182,6 @@ def _build(source: Path, path: Path) -> None:
             file.write(hashlib.sha256(content).digest())
         made.replace(path)
 
-
-# -- the form -------------------------------------------------------------------------------------------------------
 
 _LERP, _SQUARE_GRADIENT, _SQUARE_MOMENT, _DECAY, _RATE = 1, 2, 4, 8, 16
 _BODIES = [sum(e) for e in product((_LERP, 0), (_SQUARE_GRADIENT, _SQUARE_MOMENT, 0), (_DECAY, 0), (_RATE, 0))]

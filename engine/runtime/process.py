@@ -46,9 +46,6 @@ STOPPED_EXIT_CODE = 75
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-
 class _FallbackHandler(logging.Handler):
     """Writes to the current `sys.stderr`, unless another handler gets the message."""
 
@@ -80,9 +77,6 @@ def show_messages() -> None:
     _log.addHandler(handler)
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
-
-
-# -- signals ----------------------------------------------------------------------------------------------------------
 
 
 class StopSignals:
@@ -130,9 +124,6 @@ class StopSignals:
         for number, handler in before.items():
             # None: the former handler was not Python's.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-# -- the collector ----------------------------------------------------------------------------------------------------
 
 
 class FrozenObjects:
@@ -206,9 +197,6 @@ class CollectorPause:
 
 
 os.register_at_fork(after_in_child=CollectorPause._reset)
-
-
-# -- the process group ------------------------------------------------------------------------------------------------
 
 
 def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature

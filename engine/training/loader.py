@@ -171,9 +171,6 @@ class TrainingLoader:
             first = stop
 
 
-# -- micro-batches of `train_batch` and `eval_batch` -----------------------------------------------------------------------
-
-
 def repeat(loader: Iterable[Any]) -> Iterator[Any]:
     """Yield the micro-batches of a loader, epoch after epoch, until an epoch is empty."""
     is_empty = False

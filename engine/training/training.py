@@ -123,8 +123,6 @@ class Training:
                 f"{call}: {', '.join(away)} are offloaded by offload_states(): call engine.reload_states() first"
             )
 
-    # -- backward ---------------------------------------------------------------------------------------------------
-
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
         """Accumulate the gradients of one micro-batch, of the loss times the loss scale, and if asked for divided by the
         accumulation steps. If that fails, the accumulation starts over."""
@@ -230,8 +228,6 @@ class Training:
                 f'"step_overlap": "backward" its backward has updated parameters; call step() first, or {OTHER_MODES}'
             )
         self.accumulation.named = is_boundary
-
-    # -- step -------------------------------------------------------------------------------------------------------
 
     def scaled_grad_norm(self, *, begin: bool = False) -> float:
         """Return the norm of the accumulated gradients, with the loss scale, once a step: no backward may follow before

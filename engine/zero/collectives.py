@@ -310,9 +310,6 @@ class GradientRules:
         return self.types.reduced(record.dtype)
 
 
-# -- reductions -------------------------------------------------------------------------------------------------------
-
-
 class Reduction(Reducing):
     """The default reduce-scatter. See [Note: the mean]."""
 

@@ -134,8 +134,6 @@ class Fetcher:
         self.read_bytes = 0
         """Bytes of rows read so far."""
 
-    # -- rows in the store ------------------------------------------------------------------------------------------
-
     def read(self, fetch: Fetch, *, ahead: bool) -> None:
         """Start to read the rows of the fetch's records, which have no memory; `ahead` of their use or at it."""
         if self.replica is not None and self.replica.has(fetch.records):
@@ -237,8 +235,6 @@ class Fetcher:
         if fetch.copy is not None:
             fetch.copy.follow()
             self.last_copy, fetch.copy = fetch.copy, None  # copies end in order; `unseen` must not keep the rows
-
-    # -- all ranks --------------------------------------------------------------------------------------------------
 
     def send(self, fetch: Fetch, *, expected: bool) -> None:
         """Start the collectives (all ranks, in one order). `expected`: every rank is known to gather this unit now."""

@@ -85,8 +85,6 @@ class Gradients:
     def _watch(self) -> None:
         self._watches = [watch_gradient(record, self._arrived) for record in self.of]
 
-    # -- for the update in the backward -----------------------------------------------------------------------------
-
     @property
     def expected(self) -> list[ParameterRecord]:
         """The records that had a gradient in the backward before, in the order in which they are expected."""
@@ -102,8 +100,6 @@ class Gradients:
     def has_sent(self) -> bool:
         """Whether another rank may have got gradients of this backward."""
         return self._world.world_size > 1 and self._arrivals.sent > 0
-
-    # -- backward: see [Note: when gradients are reduced] -------------------------------------------------------------
 
     def start_backward(self, *, last: bool) -> None:
         """Prepare for a backward, the `last` of its step or not."""
@@ -204,8 +200,6 @@ class Gradients:
         if whole and self.step.last:
             self.reduce()
         self.shown.show(whole=whole and self.step.is_whole)
-
-    # -- for the update ---------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
         """Average the gradients that are not averaged yet, and agree on which parameters have one (all ranks)."""

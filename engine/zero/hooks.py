@@ -95,8 +95,6 @@ class UnitHooks:
                 if isinstance(hook := hooks[number], ModuleHook):  # otherwise disabled already
                     hooks[number] = torch.compiler.disable(hook.__call__)  # type: ignore[no-untyped-call]
 
-    # -- forward ----------------------------------------------------------------------------------------------------
-
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._entered.append(module)
         if len(self._entered) == 1 and self._phase is not Phase.BACKWARD:
@@ -199,8 +197,6 @@ class UnitHooks:
             return
         self._watch(unit, output, {})
         self.units.reshard(unit)
-
-    # -- backward ---------------------------------------------------------------------------------------------------
 
     def _watch(self, unit: ShardedUnit, output: Any, given: _Given) -> bool:
         """Gather the unit before the backward of these outputs; return False if they have no tensor.

@@ -183,8 +183,6 @@ class ShardedUnits:
         self._counts: Counter[str] = Counter()
         """By the names of `UnitStatistics`."""
 
-    # -- iterations -------------------------------------------------------------------------------------------------
-
     def begin(self, kind: str) -> bool:
         """Start an iteration in the recorded order of its `kind`; return False within another one (all ranks)."""
         if self._kind is not None:
@@ -247,8 +245,6 @@ class ShardedUnits:
                 unit.state = UnitState.RELEASED
                 self._release_unused(unit.records)
 
-    # -- units ------------------------------------------------------------------------------------------------------
-
     def unshard(self, unit: ShardedUnit) -> None:
         """Gather the unit for a use (all ranks, in one order)."""
         self._world.watch.activity.unit = unit.unit.name
@@ -306,8 +302,6 @@ class ShardedUnits:
         strays = sum(other.numel for other in self.all if other.read is not StrayRead.NO and other is not unit)
         return strays + unit.numel + max(other.numel for other in self.all) <= self._limits.live_numel
 
-    # -- callers ----------------------------------------------------------------------------------------------------
-
     def gather(self, records: Sequence[ParameterRecord], fill: Fill) -> None:
         """Give parameters their values until `ungather`; `fill` gathers those that are released (all ranks)."""
         self.forget()
@@ -356,8 +350,6 @@ class ShardedUnits:
                 own.untyped_storage().resize_(own.numel() * own.element_size() if fill else 0)
                 if fill:
                     own.copy_(record.full)
-
-    # -- fetches ----------------------------------------------------------------------------------------------------
 
     def _slot(self, slot: int) -> list[ShardedUnit]:
         schedule = self._schedules[self._kind or ""]

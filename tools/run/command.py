@@ -137,9 +137,6 @@ def _count_gpus() -> int:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
-# -- jobs ---------------------------------------------------------------------------------------------------------------
-
-
 def make_jobs(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> list[RunJob]:
     """Return the job of each machine: one with `ssh` for every machine, or a single local one without.
 
@@ -256,8 +253,6 @@ def _exported(given: Iterable[str], environment: Mapping[str, str]) -> dict[str,
         found[name] = value if equals else environment[name]
     return found
 
-
-# -- machines and slots: hostfiles, `--include` and `--exclude` -----------------------------------------------------------
 
 _HOSTFILE_LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)(\s.*)?")
 

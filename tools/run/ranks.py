@@ -267,7 +267,6 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-# -- on several machines -------------------------------------------------------------------------------------------------
 # ssh runs `main` on each. The first line on its stdin is the job, as JSON; each that follows is the number of a signal, SIGKILL
 # to end the ranks at once. Its end means that the launcher or the connection is lost.
 

@@ -129,8 +129,6 @@ class CheckpointBuilder:
         grids, pieces = (tuple(map(of, names)) for of in (plan.grid, plan.pieces.get))
         return _layout_digest(tuple(plan.specs[name] for name in names), grids, pieces)
 
-    # -- each rank --------------------------------------------------------------------------------------------------
-
     def place(self, name: str, shard: int) -> Path:
         """Return the path of a shard file; makes its folder."""
         path = self.plan.shard_path(name, shard)
@@ -188,8 +186,6 @@ class CheckpointBuilder:
         unexpected += [(name, rank) for name in stored]
         if unexpected:
             raise CheckpointError(f"shards that belong to no array were stored: {sorted(unexpected)[:5]}")
-
-    # -- rank 0 -----------------------------------------------------------------------------------------------------
 
     def metadata_tasks(self) -> Iterator[Callable[[], None]]:
         """Yield a task for each `zarr.json` that writes it."""
@@ -305,8 +301,6 @@ class CheckpointBuilder:
                 workers.run(chain[Callable[[], None]](own, self.syncs(), self.folder_syncs()), here=True)
         return self.record(state, training_world_size=training_world_size)
 
-
-# -- resharding ---------------------------------------------------------------------------------------------------------
 
 _WHOLE = ("buffer/", "client/")
 """Groups of arrays that rank 0 stores whole, at every world size."""

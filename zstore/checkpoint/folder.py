@@ -289,9 +289,6 @@ def folder_at(place: FolderLike) -> Folder:
     return place if isinstance(place, Folder) else LocalFolder(user_path(place))
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StoredFile:
     """A file of a checkpoint, with all its names."""

@@ -174,9 +174,6 @@ def natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
-
 def brief(value: object) -> str:
     """Return a short text of a value from a file, however long or deep it is."""
     return _BRIEF.repr(value)

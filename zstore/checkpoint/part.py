@@ -303,8 +303,6 @@ class RankPart(CheckpointBuilder):
         if request.rank == 0:
             yield from (partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0))
 
-    # -- shards -----------------------------------------------------------------------------------------------------
-
     def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
         request = self._request
         self._check_alive()
@@ -344,8 +342,6 @@ class RankPart(CheckpointBuilder):
         summary = write_shard(self._resources, path, spec, self._request.grid(name), 0, fill)
         self._finish_file(path)
         return summary
-
-    # -- pieces -----------------------------------------------------------------------------------------------------
 
     def pieces_of_rank(self) -> list[Path]:
         """Return this rank's files of pieces."""

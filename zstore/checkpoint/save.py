@@ -335,8 +335,6 @@ class Save:
             messages=tuple(self._messages),
         )
 
-    # -- waiting and aborting ---------------------------------------------------------------------------------------
-
     def _check_alive(self) -> None:
         """Raise CheckpointError if this save was cancelled or another rank aborted it."""
         if self._cancelled.is_set():

@@ -64,8 +64,6 @@ class Reader(StorageReader):
         self._arrays: dict[str, str] = {}
         self._state = DcpState(paths={})
 
-    # -- DCP's calls, in their order ---------------------------------------------------------------------------------
-
     def reset(self, checkpoint_id: UserPath | None = None) -> None:
         """Begin to read another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self.close()

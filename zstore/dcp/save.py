@@ -165,8 +165,6 @@ class Save:
             sync=self._flush is None,
         )
 
-    # -- committing --------------------------------------------------------------------------------------------------
-
     def commit(self, stored: Iterable[EntryReport]) -> None:
         """Complete the checkpoint from all ranks' files, and commit it. Raises CheckpointError if a part is missing."""
         entries = list(stored)
@@ -242,9 +240,6 @@ def _paths(plans: Sequence[SavePlan]) -> dict[str, KeyPath]:
     return {key: kept.get(key, (key,)) for key in keys}
 
 
-# -- each rank -----------------------------------------------------------------------------------------------------------
-
-
 class RankWriter:
     """Writes one rank's part of a save."""
 
@@ -272,8 +267,6 @@ class RankWriter:
         path = self.folder / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
         self.resources.files.make_folder(path.parent)
         return write_shard(replace(self.resources, sync=self.work.sync), path, spec, grid, shard, fill)
-
-    # -- pieces for others -------------------------------------------------------------------------------------------
 
     def write_piece(self, layout: ArrayLayout, box: Box, data: Bytes) -> None:
         """Write this rank's piece of an array into a file, for the owners of its shards."""

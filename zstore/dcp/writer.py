@@ -65,8 +65,6 @@ class Writer(StorageWriter):
         self._forget: Callable[[], None] | None = None
         self._path = _folder_of(path)
 
-    # -- DCP's calls, in their order ---------------------------------------------------------------------------------
-
     def reset(self, checkpoint_id: UserPath | None = None) -> None:
         """Begin another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self._abandon()

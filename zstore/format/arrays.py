@@ -217,9 +217,6 @@ def client_array(name: str) -> str:
     return f"client/{name}"
 
 
-# -- how an array is cut ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Grid:
     """How an array of `rows x row_numel` elements is cut. See [Note: the grid]."""

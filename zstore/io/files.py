@@ -118,8 +118,6 @@ class Files:
         self.fallbacks: list[str] = []
         self._lock = threading.Lock()
 
-    # -- bulk transfers ---------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def opened(
         self, path: str | Path, *, write: bool = False, create: bool = False, direct: bool = True
@@ -232,8 +230,6 @@ class Files:
         with self.opened(path, direct=False) as file:
             self.sync_data(file)
 
-    # -- names ------------------------------------------------------------------------------------------------------
-
     def size(self, path: str | Path) -> int:
         """Return the file's bytes; FileNotFoundError if it is missing."""
         return os.stat(path).st_size
@@ -303,8 +299,6 @@ class Files:
         free = self.free_bytes(path)
         if nbytes > free:
             raise DiskFullError(f"{need}, but only {free} are free: {advice}", path=os.fspath(path), nbytes=nbytes)
-
-    # -- primitives that a double overrides -------------------------------------------------------------------------
 
     def _open(self, path: str, flags: int) -> int:
         return os.open(path, flags, 0o666)

@@ -289,9 +289,6 @@ class IoQueue:
         join_threads(self._threads)
 
 
-# -- counters of links -----------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class LinkStatistics:
     """The work of one link of this rank since the start."""

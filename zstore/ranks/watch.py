@@ -132,8 +132,6 @@ class Watch:
         if not self._threads:  # the interpreter ends
             self.state = WatchState.LEFT
 
-    # -- called by the rank -------------------------------------------------------------------------------------------
-
     def raise_if_broken(self) -> None:
         """Raise RankError, once, if the run is broken, and from then on UsageError."""
         if self.failed is None:
@@ -204,8 +202,6 @@ class Watch:
         if unanswered is not None:
             self._break_without_board()
 
-    # -- calls of all ranks --------------------------------------------------------------------------------------------------
-
     def synchronise(self, call: str) -> None:
         """Return once all ranks are in `call` (all ranks). Raises UsageError if another rank will never make this call."""
         self._num_meetings += 1
@@ -256,8 +252,6 @@ class Watch:
         )
         self.report_error(error, final=True)  # the other ranks will not raise the same error
         raise error
-
-    # -- the thread -----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -338,8 +332,6 @@ class Watch:
             elif (place := self._presence.of(rank)[1]).left:
                 reports[rank] = place
         return reports
-
-    # -- the end of the run, by whichever thread finds it first -------------------------------------------------------
 
     def _break(self, reports: Mapping[int, RankReport]) -> RankError:
         """End the run: unblock every rank waiting on this one, and vice versa."""

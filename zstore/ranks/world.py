@@ -169,8 +169,6 @@ class World:
         """Return the number among all ranks of a rank of this world."""
         return rank if self.group is None else torch_dist.get_global_rank(self.group, rank)
 
-    # -- failures -----------------------------------------------------------------------------------------------------
-
     def begin_watch(self, silent_s: float | None = None) -> None:
         """Watch over the ranks until `watch.close()` (all ranks); see `zstore.ranks.watch`."""
         if self.world_size > 1:
@@ -267,8 +265,6 @@ class World:
             raise watch.lost(error) from error
         finally:
             activity.collective = ""
-
-    # -- collectives --------------------------------------------------------------------------------------------------
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's `value` (JSON data) in rank order."""

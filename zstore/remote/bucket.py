@@ -207,8 +207,6 @@ class BucketFolder(UrlFolder):
         self.traffic.count(requests=1)
         return self.retries.run(attempt, what, self.location_of(file) if file else self.location)
 
-    # -- reading ----------------------------------------------------------------------------------------------------
-
     def read_range(self, file: str, start: int, stop: int) -> bytes:
         inner = self._inner(file)
         data: bytes = self._run(lambda: self.fs.cat_file(inner, start=start, end=stop), "read", file)
@@ -245,8 +243,6 @@ class BucketFolder(UrlFolder):
             return {}
         start = len(self.root.rstrip("/")) + 1
         return {str(name)[start:]: int(entry["size"] or 0) for name, entry in found.items()}
-
-    # -- writing ----------------------------------------------------------------------------------------------------
 
     def write_small(self, file: str, data: bytes, *, is_new: bool = False) -> None:
         """Write a file as a whole. With `is_new`, raises FileExistsError if it exists with other bytes, decided by one request

@@ -169,8 +169,6 @@ class _RemoteSave(Save):
             raise RuntimeError("the target of the upload was not opened")
         return self._target
 
-    # -- other ranks ------------------------------------------------------------------------------------------------
-
     def _follow(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
         request = self._request
         if self._board is not None:
@@ -181,8 +179,6 @@ class _RemoteSave(Save):
         self._post(f"sent-{request.rank}", {"bytes": self._sent_bytes})
         self._wait_for("end", "rank 0 did not commit")
         self._post(f"seen-{request.rank}", {})
-
-    # -- rank 0 -----------------------------------------------------------------------------------------------------
 
     def _gather(self, pieces: bool) -> None:
         others = range(1, self._request.world_size)
@@ -213,8 +209,6 @@ class _RemoteSave(Save):
             self._messages += target.commit(reader)
         self._post("end", {"committed": True})
         self._all_posted("seen")  # the board may end with this process
-
-    # -- messages ---------------------------------------------------------------------------------------------------
 
     def _post(self, name: str, message: Mapping[str, Any]) -> None:
         if self._board is not None:

@@ -145,8 +145,6 @@ NamedRun = Annotated[Run, Depends(_run_of)]
 """The run that a URL names."""
 
 
-# -- routes --------------------------------------------------------------------------------------------------------------
-
 open_router = APIRouter(tags=["service"])
 router = APIRouter(prefix="/api", tags=["runs"])
 

@@ -204,9 +204,6 @@ def _run(run: str, runs: Runs) -> RedirectResponse:
     return RedirectResponse(f"./#/run/{quote(run, safe='')}", 307)
 
 
-# -- the server ----------------------------------------------------------------------------------------------------------
-
-
 def run(settings: Settings, announce: Callable[[str], None] = lambda _: None) -> None:
     """Serve until SIGINT or SIGTERM; `announce` is called with the URL once it listens.
 

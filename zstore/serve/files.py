@@ -115,9 +115,6 @@ def _with_slash(request: Request) -> Response:
     return RedirectResponse(f"./{name}/")
 
 
-# -- answers ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """The answer to give: a status, and bytes `[start, stop)` of `size` for 200 and 206."""
@@ -222,9 +219,6 @@ def _listing(library: Library, run: Run, parts: tuple[str, ...], request: Reques
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>'
     text = f"{head}<ul>\n{links}\n</ul></html>"
     return Response(text.encode("utf-8", "replace"), headers=headers, media_type="text/html")
-
-
-# -- places -------------------------------------------------------------------------------------------------------------
 
 
 def resolve(library: Library, run: Run, parts: tuple[str, ...], use: Callable[[Library, Place], T]) -> T:
@@ -349,9 +343,6 @@ def _open_folder(place: Place) -> int:
         return os.open(os.path.basename(os.path.realpath(path)), flags | os.O_NOFOLLOW, dir_fd=above)
     finally:
         os.close(above)
-
-
-# -- listings -----------------------------------------------------------------------------------------------------------
 
 
 def _list_place(library: Library, place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:

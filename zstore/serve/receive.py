@@ -211,9 +211,6 @@ def _place_of(content_range: str | None, file: str, num_bytes: int) -> tuple[int
     return int(found[1]), int(found[2]) - int(found[1]) + 1
 
 
-# -- journals ----------------------------------------------------------------------------------------------------------
-
-
 @router.get("/runs/{run}/journals/{run_id}")
 def _journal(run: str, run_id: str, library: Shared) -> JournalSize:
     """How much of a journal arrived."""

@@ -98,8 +98,6 @@ class Shards:
             tiers["disk"] = DiskTier(drives, self.resources, reserves=options.reserves)
         return tiers
 
-    # -- arrays -----------------------------------------------------------------------------------------------------
-
     def create(
         self, spec: ArraySpec, *, grid: Grid, shard: int, tier: TierName, memory: torch.Tensor | None = None
     ) -> None:
@@ -245,8 +243,6 @@ class Shards:
         """Return by array the folder of its files, for those on disk."""
         disk = self._homes.get("disk")
         return disk.folders() if isinstance(disk, DiskTier) else {}
-
-    # -- passes -----------------------------------------------------------------------------------------------------
 
     def tiles(
         self,
@@ -422,8 +418,6 @@ class Shards:
         """Raise UsageError if the store is closed, but to operations that were queued before."""
         if self._closed and not self.order.in_operation:
             raise UsageError(self._closed)
-
-    # -- versions ---------------------------------------------------------------------------------------------------
 
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
         """Pin the present version of `names` (all arrays by default) without moving a byte, once all pending operations on them

@@ -92,8 +92,6 @@ class Store(Shards, AsyncClosing):
         self._check_open()
         return self._parts.enter_context(Workers(2, "zstore-passes"))
 
-    # -- values -----------------------------------------------------------------------------------------------------
-
     def put(self, name: str, value: Value, *, tier: TierName | None = None, dims: Sequence[str] = ()) -> Ticket[None]:
         """Store `value` under `name`, `group/name` or a name alone, in place of any former value.
 
@@ -225,8 +223,6 @@ class Store(Shards, AsyncClosing):
             raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
         return Values(arrays, self.get, self.update, self, self._in_background, prefetch, mode)
 
-    # -- inventory --------------------------------------------------------------------------------------------------
-
     def names(self) -> list[str]:
         """Return the names of all arrays, in the order in which they were put."""
         with self._lock:
@@ -251,8 +247,6 @@ class Store(Shards, AsyncClosing):
 
     def __repr__(self) -> str:
         return f"<Store of {len(self)} arrays in {self.options.run_path or 'memory'}>"
-
-    # -- versions ---------------------------------------------------------------------------------------------------
 
     def flush(self) -> Ticket[None]:
         """Wait for all changes so far; the ticket raises, once, the error of one that failed, unless a later one succeeded."""
@@ -418,8 +412,6 @@ class Store(Shards, AsyncClosing):
                 values = np.empty(tile.stop - tile.first, numpy_dtype(stored.spec.dtype))
                 source.read(name, tile.first, tile.stop, values)
                 copy_into(tile.views[0], values)
-
-    # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Finish pending work, checkpoints too, then release memory, files and the folder; a second call does nothing.

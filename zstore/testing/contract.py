@@ -166,8 +166,6 @@ class TierContract:
             files.heal()
             tier.close()
 
-    # -- passes -----------------------------------------------------------------------------------------------------
-
     @pytest.mark.parametrize(("shape", "world_size", "shard"), SHAPES.values(), ids=SHAPES)
     def test_a_new_shard_is_all_zeros_and_keeps_what_passes_write(
         self, bench: TierBench, shape: tuple[int, ...], world_size: int, shard: int
@@ -222,8 +220,6 @@ class TierContract:
         assert bench.publish(with_pin).crcs == ()
         assert bench.read_published(local).size == 0
         with_pin.release()
-
-    # -- pins -------------------------------------------------------------------------------------------------------
 
     def test_a_pin_publishes_what_the_shard_held(self, bench: TierBench) -> None:
         local = bench.create((1000, 130), "bfloat16", world_size=1)
@@ -314,8 +310,6 @@ class TierContract:
         assert same_bits(bench.update(local, bench.values(local, 2)), bench.values(local))
         assert same_bits(bench.read_published(local), bench.values(local))
         bench.expect_all_buffers_back()
-
-    # -- passes in each other's way ---------------------------------------------------------------------------------
 
     def test_nobody_sees_a_shard_half_changed_in_place(self, bench: TierBench) -> None:
         local = bench.create()

@@ -75,9 +75,6 @@ def _cast_all(source: Array, target: Array, dtype: str, overflow: Overflow) -> i
     return int(infinite.sum())
 
 
-# -- ways to cast a tile ----------------------------------------------------------------------------------------------
-
-
 def castors() -> list[Castor]:
     """Return the available ways to cast, the fastest first; torch only if it is loaded."""
     found: list[Castor] = ["numpy"]

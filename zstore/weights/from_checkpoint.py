@@ -244,8 +244,6 @@ def write_weights(
         return lost
 
 
-# -- companions: config, tokenizer, and what else belongs to the model ----------------------------------------------------
-
 COMPANIONS = (
     "config.json", "generation_config.json", "adapter_config.json", "*tokenizer*.json", "*.model", "*.tiktoken", "*.spm",
     "*processor_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",

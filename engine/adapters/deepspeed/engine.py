@@ -161,8 +161,6 @@ class DeepSpeedEngine(Engine):
         super().step()
         self.optimizer.overflow = self.skipped_steps > skipped
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
     def save_checkpoint(
         self,
         save_dir: UserPath,
@@ -260,9 +258,6 @@ class DeepSpeedEngine(Engine):
         return super().__getattr__(name)
 
 
-# -- initialize -------------------------------------------------------------------------------------------------------
-
-
 def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     args: Any = None,
     model: nn.Module | None = None,
@@ -340,8 +335,6 @@ def _require_agreement() -> None:
         "the Accelerator"
     )
 
-
-# -- saves in the background -------------------------------------------------------------------------------------------
 
 _REMOVED = ".removed"
 _saves: dict[str, SaveHandle] = {}
@@ -424,9 +417,6 @@ def _remove_after(handle: SaveHandle, folder: Path) -> None:
         return
     for left in folder.parent.glob(f".*{_REMOVED}"):  # also those of a killed process
         _rmtree(left, ignore_errors=True)
-
-
-# -- adapters of peft -----------------------------------------------------------------------------------------------------
 
 
 def _is_peft(model: nn.Module) -> bool:

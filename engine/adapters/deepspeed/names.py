@@ -212,9 +212,6 @@ def missing_of_engine(name: str) -> str | None:
     return None if instead is None else f"engine.{name} is not available: {_WHO}. Instead: {instead}. {_LIST}"
 
 
-# -- modules ------------------------------------------------------------------------------------------------------------
-
-
 def _groups() -> dict[str, Callable[[], Any]]:
     """Return the functions of process groups: data parallelism has all ranks, other kinds have one. The group is None if
     torch.distributed is not started."""

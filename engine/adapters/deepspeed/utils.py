@@ -106,9 +106,6 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
     setattr(recursive_getattr(model, above) if above else model, name, module)
 
 
-# -- leaf modules -----------------------------------------------------------------------------------------------------
-
-
 def z3_leaf_module(model: nn.Module) -> bool:
     """Return whether a module is marked as a leaf, which is gathered as a whole at stage 3."""
     return is_leaf(model)
@@ -222,8 +219,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     logger.info("%s: process %s%s", message, format_bytes(resident_bytes()), device)
 
 
-# -- the accelerator -------------------------------------------------------------------------------------------------
-
 _HAS_CUDA = torch.cuda.is_available()
 
 
@@ -314,9 +309,6 @@ def is_current_accelerator_supported() -> bool:
 def get_accelerator() -> TorchAccelerator:
     """Return the device of this process."""
     return TorchAccelerator()
-
-
-# -- configs ---------------------------------------------------------------------------------------------------------
 
 
 def cleaned(source: Any) -> Any:

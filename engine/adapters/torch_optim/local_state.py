@@ -38,8 +38,6 @@ class LocalState:
         arrays.kernels = self.kernels
         self._names: set[str] = set()
 
-    # -- parameters ---------------------------------------------------------------------------------------------------
-
     def replace_kernels(self, kernels: list[OffloadedKernel]) -> None:
         """Replace the groups' kernels after a load of their settings. Raises UsageError if these need other state."""
         for number, (former, kernel) in enumerate(zip(self.kernels, kernels, strict=True)):
@@ -119,8 +117,6 @@ class LocalState:
         """Set the master to the parameter's value where it does not round to that, since other code set it."""
         self.arrays.follow_parameters([record] if record.owned_numel else [])
         record.note_version()
-
-    # -- as shown to callers --------------------------------------------------------------------------------------------
 
     def entry(self, record: LocalRecord) -> dict[str, Any]:
         """Return a parameter's state in the form of torch's class; 16-bit parameters also have their master."""

@@ -107,8 +107,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         """The store that holds the state."""
         return self._local.arrays.store
 
-    # -- groups -------------------------------------------------------------------------------------------------------
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the state of its trained parameters is created immediately."""
         self._require_open()
@@ -127,8 +125,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         names = dict(zip(group["params"], group.get("param_names", ()), strict=False))
         for parameter in parameters:
             self._local.add(parameter, number, names.get(parameter))
-
-    # -- steps --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -168,8 +164,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
             torch.autograd.graph.increment_version(record.parameter)
             record.note_version()
 
-    # -- state --------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state as torch's class does; tensors of the state are `StoredTensor`s, or DTensors of them."""
         self._require_open()
@@ -201,8 +195,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         raise UsageError(
             "an offloaded optimizer has files and threads, and cannot be copied or pickled: use its state_dict()"
         )
-
-    # -- end ----------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> StoreStatistics:
         """Return the store's counters: bytes moved, and bytes on disk, in host memory and in buffers."""

@@ -128,9 +128,6 @@ def rows_of(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:
     return local.reshape(-1)
 
 
-# -- its state in the store ------------------------------------------------------------------------------------------
-
-
 class StoredTensor(torch.Tensor):
     """A tensor whose values are in the store. See [Note: a stored tensor]."""
 
@@ -211,8 +208,6 @@ class StoredTensor(torch.Tensor):
                 return first
         return _on_copies(func, args, dict(kwargs or {}))
 
-    # -- torch.distributed.checkpoint's own protocol ------------------------------------------------------------------
-
     def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
         record = self.record
         if not self.numel() and record.shape.numel():
@@ -230,8 +225,6 @@ class StoredTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> StoredTensor:
         return self
-
-    # -- methods that bypass torch's dispatch -------------------------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values."""

@@ -66,8 +66,6 @@ class DeepSpeedSource(ForeignSource):
             part.read(self._files, low, high, out[done : done + size])
             done += size
 
-    # -- arrays -----------------------------------------------------------------------------------------------------
-
     def _add(self, name: str, shape: tuple[int, ...], elements: Elements, aliases: tuple[str, ...] = ()) -> None:
         try:
             self._specs[name] = ArraySpec(name=name, shape=shape, dtype=elements.dtype, aliases=aliases)

@@ -128,8 +128,6 @@ class StateReader:
             "or damaged"
         )
 
-    # -- flat groups: stages 1 and 2, and bf16 without a stage --------------------------------------------------------
-
     def _stage_2(self) -> None:
         bases = [rank.get("base_optimizer_state") for rank in self._ranks]
         if isinstance(bases[0], list):
@@ -187,8 +185,6 @@ class StateReader:
             raise CorruptionError(f"{self._ranks[0].where}: the paddings of group {number} do not fit its parameters")
         return list(found[number])
 
-    # -- stage 3: tensors that are cut one by one ---------------------------------------------------------------------
-
     def _stage_3(self) -> None:
         bases = [rank.fields("optimizer_state_dict") for rank in self._ranks]
         self._states.groups = [table_of(group) for group in bases[0].items("param_groups")]
@@ -236,8 +232,6 @@ class StateReader:
             raise CorruptionError(f"{path} has {found} bytes, expected at least {expected}: it is truncated")
         self._states.num_offloaded += 1
         return TorchTensor(path=path, offset=0, shape=(numel,), stride=(1,), dtype=value.dtype, itemsize=value.itemsize)
-
-    # -- universal folders --------------------------------------------------------------------------------------------
 
     def _universal(self) -> States:
         path = self._folder.universal.get("optimizer_state.pt")
@@ -300,9 +294,6 @@ def _world_size_of(state: Fields) -> int:
 def _state_of_group(optimizer: Fields, number: int) -> Mapping[Any, Any]:
     indices = indices_of(table_of(optimizer.item("param_groups", number)))
     return table_of(table_of(optimizer.get("state")).get(indices[0] if len(indices) == 1 else number))
-
-
-# -- stage 0 ------------------------------------------------------------------------------------------------------------
 
 
 class _UnmatchedError(Exception):

@@ -224,9 +224,6 @@ class Plain:
             self.left_out.append(f"{where} ({what})" if len(self.left_out) < _MAX_NAMED else "and more")
 
 
-# -- trained parameters --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MemoryPart:
     """Elements in memory."""

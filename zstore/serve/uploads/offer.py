@@ -55,9 +55,6 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RESERVED = frozenset({RECORD_FILE, METADATA_FILE, LATEST_FILE, MANIFEST_FOLDER, ABORT_FILE})
 
 
-# -- messages ------------------------------------------------------------------------------------------------------------
-
-
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -145,9 +142,6 @@ class JournalSize(_Message):
 
     bytes: int
     """Of the whole lines that are there."""
-
-
-# -- files ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

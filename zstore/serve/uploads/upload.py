@@ -85,8 +85,6 @@ class Upload:
         self._candidates: dict[str, Path] = {}
         """Files of committed checkpoints that seem equal to expected ones."""
 
-    # -- on disk ----------------------------------------------------------------------------------------------------
-
     def store(self) -> None:
         """Store the offer; the upload exists from now on."""
         for folder in (self.checkpoint, self.path / "parts"):
@@ -133,8 +131,6 @@ class Upload:
         self.active_at = time.time()
         with contextlib.suppress(OSError):
             os.utime(self.path / OFFER_FILE)
-
-    # -- files ----------------------------------------------------------------------------------------------------------
 
     def plan(self) -> UploadPlan:
         """Return all its files. Raises UsageError as long as metadata and manifests are missing, DiskFullError if there is no
@@ -296,8 +292,6 @@ class Upload:
             make_read_only(part)
             self._files.make_folder(target.parent)
             self._files.rename(part, target)
-
-    # -- the commit -------------------------------------------------------------------------------------------------
 
     def require_whole(self) -> None:
         """Raise CheckpointMismatchError that names files which are missing."""

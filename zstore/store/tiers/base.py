@@ -225,8 +225,6 @@ def copy_out(view: View, out: Array) -> None:
         torch.from_numpy(target).copy_(source.view(target.shape))
 
 
-# -- the batches of a pass: pure arithmetic over layouts ---------------------------------------------------------------
-
 _MIN_SPANS_IN_POOL = 3
 _BATCH_BYTES = 4 * 1024 * 1024
 """Bytes of small groups that share a buffer, about."""
