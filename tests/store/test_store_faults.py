@@ -22,6 +22,7 @@ from zstore.format import ArraySpec, make_grid
 from zstore.io import Files
 from zstore.store import Store, StoreOptions
 from zstore.store.options import RunFolder
+from zstore.store.store import _completions
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
 
@@ -159,6 +160,27 @@ def test_a_snapshot_that_is_never_released_does_not_hold_up_the_end(tier: str, t
     for end in (store.close, ticket.wait, saved.wait):
         with pytest.raises(UsageError, match="closed while a change waited for a snapshot"):
             end()
+
+
+@pytest.mark.timeout(60)
+def test_calls_without_a_thread_say_so_and_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(("zstore-checkpoint", "zstore-passes")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Store(StoreOptions()) as store:
+        values = create(store, "host")
+        for call in (lambda: store.checkpoint(tmp_path / "ckpt"), store.flush):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                call()
+        store.write("model/w", values).wait()  # which a pin would hold up
+    assert not _completions._running
 
 
 def test_close_gives_everything_back(tmp_path: Path) -> None:

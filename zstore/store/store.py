@@ -257,9 +257,9 @@ class Store(Shards, AsyncClosing):
 
     def _in_background(self, task: Callable[[], T]) -> Ticket[T]:
         """Queue a task that waits for operations on arrays. Raises UsageError once the store is closed."""
+        with self._lock:
+            workers = self._workers
         try:
-            with self._lock:
-                workers = self._workers
             return workers.submit(task)  # without the lock: if there are no threads, the task runs in this call
         except RuntimeError:
             raise UsageError(self._closed or _CLOSED) from None
@@ -311,20 +311,7 @@ class Store(Shards, AsyncClosing):
             specs = {name: self._whole(name).spec for name in (self._arrays if names is None else names)}
             pinning = self.order.submit_on([*specs], partial(self.snapshot, [*specs]))
             save = partial(self._save, pinning, partial(request, specs=specs), [*specs], self._saves.all())
-
-            def reported() -> SaveSummary:
-                try:
-                    summary = save()
-                except BaseException as error:
-                    _completions.end(key, error)
-                    raise
-                _completions.end(key, None)
-                return summary
-
-            ticket, carry_out = promise(reported)
-            key = _completions.begin(f"the save of {place}", ticket.wait_for_end)
-            run_to_the_end(carry_out, "zstore-checkpoint")
-            return self._saves.add(Ticket(ticket.future, partial(_completions.mark_observed, key)))
+            return self._saves.add(_begin_save(f"the save of {place}", save, pinning))
 
     def _save(
         self,
@@ -427,6 +414,34 @@ class Store(Shards, AsyncClosing):
             last_to_first.callback(self._end)
             for save in self._saves.all():
                 last_to_first.callback(save.wait)
+
+
+def _begin_save(title: str, save: Callable[[], SaveSummary], pinning: Ticket[Snapshot]) -> Ticket[SaveSummary]:
+    """Begin a save in a thread, for which the end of the program waits; if no thread starts, its snapshot is released."""
+
+    def reported() -> SaveSummary:
+        try:
+            summary = save()
+        except BaseException as error:
+            _completions.end(key, error)
+            raise
+        _completions.end(key, None)
+        return summary
+
+    def release() -> None:
+        if pinning.error() is None:
+            pinning.wait().release()
+
+    ticket, carry_out = promise(reported)
+    key = _completions.begin(title, ticket.wait_for_end)
+    try:
+        run_to_the_end(carry_out, "zstore-checkpoint")
+    except BaseException:
+        if ticket.future.cancel():
+            _completions.end(key, None)
+            pinning.when_done(release)
+        raise
+    return Ticket(ticket.future, partial(_completions.mark_observed, key))
 
 
 def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> None:

@@ -135,8 +135,9 @@ class MemoryTier(Tier):
                 raise UsageError(f"array {name!r}: the store was closed while a change waited for a snapshot of it")
         except BaseException:
             self._changing.discard(name)
-            self._failing.discard(name)
             raise
+        finally:
+            self._failing.discard(name)
 
     def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
         local, memory = self._shards[name], self._memory[name]
