@@ -52,12 +52,7 @@ class Layout:
         )
 
     def asset_lines(self) -> int:
-        assets = [
-            path
-            for suffix in ("*.js", "*.css")
-            for path in (self.root / "zstore").rglob(suffix)
-            if "vendor" not in path.parts
-        ]
+        assets = [p for s in ("*.js", "*.css") for p in (self.root / "zstore").rglob(s) if "vendor" not in p.parts]
         return sum(path.read_text().count("\n") for path in assets)
 
     @property

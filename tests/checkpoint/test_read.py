@@ -269,10 +269,7 @@ def test_a_renamed_folder_is_a_checkpoint_under_its_new_name(several: Path, tmp_
 
 
 def test_what_is_not_there_is_answered_with_what_is(several: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointNotFoundError,
-        match=r"no committed checkpoint with the tag 'x'; it has the tags 'step-00000002', '1.25', 'again'",
-    ):
+    with pytest.raises(CheckpointNotFoundError, match=r"tag 'x'; it has the tags 'step-00000002', '1.25', 'again'"):
         open_checkpoint(several, "x")
     with pytest.raises(CheckpointNotFoundError, match="not 'x'"):
         open_checkpoint(several / "again", "x")

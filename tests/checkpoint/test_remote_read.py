@@ -77,10 +77,7 @@ def test_tags_are_listed_found_by_name_and_by_their_own_url(remote: Remote) -> N
     for tag, url in (("step-00000001", URL), (None, f"{URL}/step-00000001"), (None, f"{URL}/step-00000001/")):
         with remote.open(tag, url) as reader:
             assert reader.record.step == 1
-    with pytest.raises(
-        CheckpointNotFoundError,
-        match=r"no committed checkpoint with the tag 'x'; it has the tags 'step-00000001', 'step-0",
-    ):
+    with pytest.raises(CheckpointNotFoundError, match=r"tag 'x'; it has the tags 'step-00000001', 'step-0"):
         remote.open("x")
     with pytest.raises(CheckpointNotFoundError, match="objects://bucket/other does not exist"):
         remote.open(url="objects://bucket/other")

@@ -197,11 +197,7 @@ def check_refusals(run: Run) -> None:
     before = engine_digests(engine)
     is_its_own_master = run.case.precision == "fp32" and run.case.tier == "none" and run.case.stage < 3
     if not is_its_own_master:
-        with (
-            pytest.raises(UsageError, match=r"is read-only, but 'blocks.0.up.weight' changed"),
-            zstore.gather(up),
-            torch.no_grad(),
-        ):
+        with pytest.raises(UsageError, match=r"is read-only, but 'blocks.0.up"), zstore.gather(up), torch.no_grad():
             up.fill_(7.0)
         assert engine_digests(engine) == before
         with zstore.gather(up):

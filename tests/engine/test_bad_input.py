@@ -76,17 +76,9 @@ REFUSED: dict[str, tuple[type[Exception], Given, str]] = {
         lambda m: {"optimizer": torch.optim.LBFGS(m.norm.parameters())},
         r"LBFGS .* use one of SGD",
     ),
-    "scheduler of no kind": (
-        UsageError,
-        lambda m: {"lr_scheduler": 3},
-        r"expected a scheduler or a function of the optimizer, got int",
-    ),
+    "scheduler of no kind": (UsageError, lambda m: {"lr_scheduler": 3}, "a scheduler or a function of the optimizer"),
     "no samples": (UsageError, lambda m: {"training_data": TensorDataset(torch.zeros(0))}, "has 0 samples"),
-    "a stream of samples": (
-        UsageError,
-        lambda m: {"training_data": Stream()},
-        r"expected a data set with a length and an index, got Stream",
-    ),
+    "a stream of samples": (UsageError, lambda m: {"training_data": Stream()}, "with a length and an index"),
     "no values": (UsageError, lambda m: {"model": on_meta()}, r"on the meta device"),
     "two parameters in one memory": (UsageError, lambda m: {"model": in_one_memory()}, "memory but are two objects"),
 }

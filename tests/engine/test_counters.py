@@ -163,11 +163,7 @@ def _count(rank: int, stages: list[int], threshold: int) -> dict[str, dict[str, 
                 # The head is the last unit of the forward and the first of the backward: the second step, which knows
                 # that, gathers it once.
                 "turn_padded": engine.world_size
-                * sum(
-                    record.grid.shard_numel
-                    for record in records
-                    if record.name.startswith("head.") and record.numel >= threshold
-                ),
+                * sum(r.grid.shard_numel for r in records if r.name.startswith("head.") and r.numel >= threshold),
                 # Less than 16 elements, or than the rows that hold a multiple of 16, for each parameter and rank.
                 "most_padding": sum(math.lcm(16, record.grid.row_numel) for record in records) * engine.world_size,
                 "most_gathered": max(seen),

@@ -414,9 +414,7 @@ def test_backward_waits_for_no_update_if_memory_holds_gradients(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("threshold", [0, 10**6])  # parameters are gathered before use, or resident
-def test_what_is_left_is_updated_behind_in_the_order_of_the_forward(
-    threshold: int, monkeypatch: pytest.MonkeyPatch, nvme: Path
-) -> None:
+def test_the_rest_is_updated_in_the_forwards_order(threshold: int, monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
     admit, done = Update._admit, dict[str, UpdatePhase]()
     monkeypatch.setattr(Update, "_admit", lambda self, one, wait: "blocks.1" in one.name and admit(self, one, wait))
     with start(config("backward", nvme, threshold=threshold), make_model()) as engine:

@@ -233,10 +233,7 @@ class OpenStoreMachine(RuleBasedStateMachine):
         """Tasks that are cancelled in a pass, a change and a save: what they began goes on, and no more."""
         some, tag = self.there(some), self.tag()
         last = next(reversed(self.values))
-        values = {
-            name: random_values(value.dtype.name, value.size, seed).reshape(value.shape)
-            for name, value in self.values.items()
-        }
+        values = {name: random_values(v.dtype.name, v.size, seed).reshape(v.shape) for name, v in self.values.items()}
 
         async def go_over() -> None:
             async for name, value in self.store.stream(some, prefetch=1):

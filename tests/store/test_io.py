@@ -48,11 +48,7 @@ def finished(value: int) -> Ticket[int]:
 def test_lower_priority_values_go_first_and_equals_in_order(queue: IoQueue) -> None:
     holder = Holder(queue)
     order: list[tuple[Priority, int]] = []
-    tickets = [
-        queue.submit(lambda p=priority, n=number: order.append((p, n)), priority)
-        for number in range(3)
-        for priority in reversed(Priority)
-    ]
+    tickets = [queue.submit(lambda p=at, n=k: order.append((p, n)), at) for k in range(3) for at in reversed(Priority)]
     assert order == []
     assert len(queue._heap) == len(tickets)
     holder.let_go()

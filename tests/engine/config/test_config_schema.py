@@ -20,6 +20,7 @@ from zstore.errors import ConfigError
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 NAMES = sorted({path.rpartition(".")[2] for path, _ in known_keys(ConfigSections)})
 NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
+ZERO = "zero_optimization"
 
 # What the configs set beyond what acts, found by reading them.
 WITHOUT_EFFECT = {
@@ -100,8 +101,8 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
             config: dict[str, Any] = {name: value}
             for section in reversed(outer):
                 config = {section: switches.get(section, {}) | config}
-            if "zero_optimization" in config:
-                config["zero_optimization"]["stage"] = 3
+            if ZERO in config:
+                config[ZERO]["stage"] = 3
             try:
                 reported = keys_of(load_config(config))
             except ConfigError:
@@ -120,7 +121,7 @@ _NO_CLIP = {"gradient_clipping": 0.0}
 REPORTED: list[tuple[dict[str, Any], dict[str, str]]] = [
     (  # what asks for what happens anyway
         {
-            "zero_optimization": {"reduce_scatter": True, "overlap_comm": False, "offload_param": {"device": "none"}},
+            ZERO: {"reduce_scatter": True, "overlap_comm": False, "offload_param": {"device": "none"}},
             "tensorboard": {"enabled": False, "output_path": "/somewhere"},
             "amp": {"enabled": False, "opt_level": "O1"},
             "tensor_parallel": {"autotp_size": 0},
@@ -135,11 +136,7 @@ REPORTED: list[tuple[dict[str, Any], dict[str, str]]] = [
     (
         {
             "optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}},
-            "zero_optimization": {
-                "stage": 2,
-                "stage3_param_persistence_threshold": 10,
-                "offload_optimizer": NVME | {"device": "cpu"},
-            },
+            ZERO: {"stage": 2, "stage3_param_persistence_threshold": 10, "offload_optimizer": NVME | {"device": "cpu"}},
         },
         {
             "optimizer.params.adam_w_mode": "",
@@ -161,35 +158,26 @@ REPORTED: list[tuple[dict[str, Any], dict[str, str]]] = [
     ),
     ({"nebula": {"enabled": True}}, {"nebula": r"not built: .*save_checkpoint\(\)"}),
     (
-        {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+        {ZERO: {"stage": 3, "zero_quantized_nontrainable_weights": True}},
         {"zero_optimization.zero_quantized_nontrainable_weights": "not built: frozen weights keep the type"},
     ),
-    (
-        {"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True}},
-        {"zero_optimization.cpu_offload_use_pin_memory": ""},
-    ),
+    ({ZERO: {"stage": 2, "cpu_offload_use_pin_memory": True}}, {"zero_optimization.cpu_offload_use_pin_memory": ""}),
     (
         {"fp16": {"enabled": True}, "zstore": {"non_finite_gradients": "apply"}},
         {"zstore.non_finite_gradients": 'is treated as "skip", because of fp16.enabled'},
     ),
     # What the step mode comes to.
-    (_MODE | {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}, _CLIPS),
-    (_MODE | {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}} | _NO_CLIP, _CLIPS),
-    (
-        _MODE | {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True, "check_grad_overflow": True}} | _NO_CLIP,
-        _CLIPS,
-    ),
-    (
-        _MODE | {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0},
-        {_OVERLAP: 'is treated as "none": only what is gathered'},
-    ),
-    (_MODE | {"zero_optimization": {"stage": 1}} | _NO_CLIP, {_OVERLAP: 'is treated as "none": at stages 0 and 1'}),
-    (_MODE | {"zero_optimization": {"stage": 3}} | _NO_CLIP, {}),
+    (_MODE | {ZERO: {"stage": 3}, "gradient_clipping": 1.0}, _CLIPS),
+    (_MODE | {ZERO: {"stage": 3}, "fp16": {"enabled": True}} | _NO_CLIP, _CLIPS),
+    (_MODE | {ZERO: {"stage": 3}, "bf16": {"enabled": True, "check_grad_overflow": True}} | _NO_CLIP, _CLIPS),
+    (_MODE | {ZERO: {"stage": 2}, "gradient_clipping": 1.0}, {_OVERLAP: 'is treated as "none": only what is gathered'}),
+    (_MODE | {ZERO: {"stage": 1}} | _NO_CLIP, {_OVERLAP: 'is treated as "none": at stages 0 and 1'}),
+    (_MODE | {ZERO: {"stage": 3}} | _NO_CLIP, {}),
     *(
         (
             {
                 "optimizer": {"type": name},
-                "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+                ZERO: {"stage": 3, "offload_param": {"device": "cpu"}},
                 "zstore": {"step_overlap": "forward"},
             },
             reported,
@@ -229,7 +217,7 @@ _STAGE_3 = {"stage": 3, "offload_param": _CPU}
 def test_auto_updates_in_the_backward_where_anything_is_offloaded_and_no_norm_is_awaited(
     zero: dict[str, Any], keys: dict[str, Any], ranks: int, mode: str
 ) -> None:
-    given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero} | _NO_CLIP | keys
+    given = {"train_micro_batch_size_per_gpu": 1, ZERO: zero} | _NO_CLIP | keys
     resolved = load_config(given).resolve(ResolveContext(world_size=ranks))
     assert (resolved.step_overlap, keys_of(resolved)) == (mode, [])
 
@@ -245,7 +233,7 @@ def test_other_spellings() -> None:
         {
             "bfloat16": {"enabled": True},
             "aio": {"intra_op_parallelism": 3},
-            "zero_optimization": {"stage": 3, "param_persistence_threshold": 5, "cpu_offload": True},
+            ZERO: {"stage": 3, "param_persistence_threshold": 5, "cpu_offload": True},
         }
     ).settings
     zero = settings.zero_optimization
@@ -255,25 +243,22 @@ def test_other_spellings() -> None:
 
 @pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0), ({"stage": 2.0}, 2), (None, 0)])
 def test_the_zero_section_may_be_a_switch_or_a_stage(value: object, stage: int) -> None:
-    assert load_config({"zero_optimization": value}).stage == stage
+    assert load_config({ZERO: value}).stage == stage
 
 
 def test_whole_floats_are_whole_numbers_and_endless_steps_never() -> None:
-    config = load_config({"zero_optimization": {"reduce_bucket_size": 2e8, "sub_group_size": 1e12}, "seed": 3.0})
+    config = load_config({ZERO: {"reduce_bucket_size": 2e8, "sub_group_size": 1e12}, "seed": 3.0})
     size = config.zero.reduce_bucket_size
     assert (size, type(size), config.settings.seed) == (200_000_000, int, 3)
     assert load_config({"steps_per_print": float("inf")}).settings.steps_per_print == 0
 
 
 def test_a_dict_is_not_changed_and_not_kept() -> None:
-    source: dict[str, Any] = {
-        "zero_optimization": {"cpu_offload": True, "stage": 1},
-        "optimizer": {"type": "adam", "params": {}},
-    }
+    source: dict[str, Any] = {ZERO: {"cpu_offload": True, "stage": 1}, "optimizer": {"type": "adam", "params": {}}}
     before = copy.deepcopy(source)
     config = load_config(source)
     assert source == before
-    source["zero_optimization"]["stage"] = 2
+    source[ZERO]["stage"] = 2
     assert config.stage == 1
 
 
@@ -288,40 +273,28 @@ def test_a_config_is_frozen() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimisation": {}}, r"zero_optimisation: unknown key; did you mean zero_optimization\?"),
     (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "devise": "cpu"}}},
+        {ZERO: {"stage": 1, "offload_optimizer": {"device": "cpu", "devise": "cpu"}}},
         r"offload_optimizer\.devise: unknown key; did you mean zero_optimization\.offload_optimizer\.device\?",
     ),
     ({"stage": 2}, r"stage: unknown key; it belongs in zero_optimization$"),
-    ({"zero_optimization": {"seed": 2}}, r"zero_optimization\.seed: unknown key; it belongs at the top of the config$"),
+    ({ZERO: {"seed": 2}}, r"zero_optimization\.seed: unknown key; it belongs at the top of the config$"),
     ({"qqqq": 2}, r"qqqq: unknown key$"),
     ({"nvme_path": "/x"}, r"belongs in zero_optimization\.offload_optimizer or in zero_optimization\.offload_param$"),
     ({"micro_batch_size": 1}, r"did you mean train_micro_batch_size_per_gpu\?"),
-    ({"zero_optimization": {"prefetch": 1}}, r"did you mean zero_optimization\.stage3_prefetch_bucket_size\?"),
+    ({ZERO: {"prefetch": 1}}, r"did you mean zero_optimization\.stage3_prefetch_bucket_size\?"),
     ({"wandb": {"enabled": True, "entity": "x"}}, r"unknown key; the keys there are enabled, group, team, project$"),
     ({"optimizer": {"type": "Adam", "params": {"weight_decy": 0}}}, r"did you mean optimizer\.params\.weight_decay\?"),
     (  # a broken key brings no further problems of its own making
-        {"zero_optimization": {"stage": 4, "offload_optimizer": {"device": "cpu"}}},
+        {ZERO: {"stage": 4, "offload_optimizer": {"device": "cpu"}}},
         r"^config: zero_optimization\.stage: choose one of 0, 1, 2, 3; got 4",
     ),
-    ({"zero_optimization": {"stage": True}}, r"stage: choose one of 0, 1, 2, 3; got true"),
-    ({"zero_optimization": 3}, r"zero_optimization: expected an object .* got 3"),
-    (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "disk"}}},
-        r'offload_optimizer\.device: choose one of "none", "cpu", "nvme"; got "disk"',
-    ),
-    ({"zero_optimization": {"offload_param": {}}}, r"offload_param\.device: the key is missing; expected one of"),
-    (
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-        r'offload_optimizer\.device and zero_optimization\.stage: "cpu" needs stage 1, 2 or 3; got stage 0',
-    ),
-    (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
-        r"offload_optimizer\.nvme_path .* give the path",
-    ),
-    (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": ["/a", "/a"]}}},
-        r"expected different paths, one for each drive",
-    ),
+    ({ZERO: {"stage": True}}, r"stage: choose one of 0, 1, 2, 3; got true"),
+    ({ZERO: 3}, r"zero_optimization: expected an object .* got 3"),
+    ({ZERO: {"stage": 1, "offload_optimizer": {"device": "disk"}}}, r'device: choose one of "none", "cpu", "nvme"'),
+    ({ZERO: {"offload_param": {}}}, r"offload_param\.device: the key is missing; expected one of"),
+    ({ZERO: {"offload_optimizer": {"device": "cpu"}}}, r'zero_optimization\.stage: "cpu" needs stage 1, 2 or 3'),
+    ({ZERO: {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, r"offload_optimizer\.nvme_path .* give the path"),
+    ({ZERO: {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": ["/a", "/a"]}}}, "different paths"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, r"fp16\.enabled and bf16\.enabled: both are true"),
     ({"fp16": {"enabled": 1}}, r"fp16\.enabled: expected true or false or \"auto\", got 1"),
     ({"fp16": True}, r"fp16: expected an object with keys as enabled, loss_scale"),
@@ -345,26 +318,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipping": 10**400}, r"gradient_clipping: expected a number of at least 0 or"),
     ({"seed": -(10**5000)}, r"seed: expected a whole number of at least 0, got a value of type int"),
     ({"zstore": {"upload_folder": "~nobody-here/nvme"}}, r"no home folder for ~nobody-here: write an absolute path"),
-    (
-        {"zero_optimization": {"stage": 1, "cpu_offload": True, "cpu_offload_use_pin_memory": "x"}},
-        r'zero_optimization\.offload_optimizer\.pin_memory: expected true or false, got "x"',
-    ),
-    (
-        {"elasticity": {"enabled": True, "micro_batch_sizes": [1]}},
-        r"elasticity\.max_train_batch_size: needed if elasticity is enabled, got none",
-    ),
+    ({ZERO: {"stage": 1, "cpu_offload": True, "cpu_offload_use_pin_memory": "x"}}, r"offload_optimizer\.pin_memory"),
+    ({"elasticity": {"enabled": True, "micro_batch_sizes": [1]}}, r"elasticity\.max_train_batch_size: needed"),
     ({"tensor_parallel": {"autotp_size": 4}}, r"tensor_parallel: .* is not supported"),
     ({"gradient_allreduce_op": "sum"}, r'gradient_allreduce_op: "sum" is not supported'),
-    (
-        {"checkpoint": {"use_node_local_storage": True}},
-        r"checkpoint\.use_node_local_storage: true is not supported: .*name a shared folder or a bucket",
-    ),
+    ({"checkpoint": {"use_node_local_storage": True}}, r"use_node_local_storage: true is .*name a shared folder"),
     ({"optimizer": {"type": "Adam", "params": 3}}, r"optimizer\.params: expected an object with keys as lr, .* got 3"),
     ({"scheduler": {"type": "WarmupDecayLR"}}, r"scheduler\.params\.total_num_steps: the key is missing; expected"),
-    (
-        {"bf16": {"enabled": True}, "bfloat16": {}},
-        r'^config: "bfloat16" and "bf16" are the same setting, but one is {}',
-    ),
+    ({"bf16": {"enabled": True}, "bfloat16": {}}, r'^config: "bfloat16" and "bf16" are the same setting'),
     ({"fp16": {"enabled": True, "min_loss_scale": 0}}, r"min_loss_scale: expected a number above 0 for a dynamic loss"),
     (
         {"elasticity": {"enabled": True, "max_train_batch_size": 2, "micro_batch_sizes": [4], "min_gpus": 0}},
@@ -373,21 +334,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *(
         ({"scheduler": {"type": name, "params": params}}, message)
         for name, params, message in (
-            (
-                "WarmupLR",
-                {"total_num_steps": 5},
-                r"total_num_steps: unknown key here \(.*have it\); the keys there are .*",
-            ),
-            (
-                "WarmupCosineLR",
-                {"total_num_steps": 5, "warmup_min_lr": 0},
-                r"did you mean scheduler\.params\.warmup_min_ratio\?",
-            ),
-            (
-                "OneCycle",
-                {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step": 1},
-                r"did you mean .*cycle_first_step_size\?",
-            ),
+            ("WarmupLR", {"total_num_steps": 5}, r"unknown key here \(.*have it\); the keys there are"),
+            ("WarmupCosineLR", {"total_num_steps": 5, "warmup_min_lr": 0}, r"did you mean .*warmup_min_ratio\?"),
+            ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step": 1}, r"mean .*first_step_size\?"),
             ("WarmupLR", {"lr": 1}, r"params\.lr: unknown key; it belongs in optimizer\.params"),
             ("LRRangeTest", {"lr_range_test_min_lr": []}, r"or a list with one for each .*got \[\]"),
             ("WarmupLR", {"warmup_min_lr": [0, "auto"]}, r"warmup_min_lr: expected a number of at least 0"),
@@ -403,16 +352,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
             f'{key} and optimizer.type: .*leave [a-z_.]*{key} out \\(stage 0 or 1\\), or write type "AdamW"',
         )
         for beside, key in (
-            ({"zero_optimization": {"stage": 2}}, r"zero_optimization\.stage"),
-            ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+            ({ZERO: {"stage": 2}}, r"zero_optimization\.stage"),
+            ({ZERO: {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
             ({"zstore": {"moments": "bf16"}}, r"zstore\.moments"),
             ({"gradient_clipping": 1.0}, "gradient_clipping"),
         )
     ),
-    (
-        {"optimizer": {"type": "Adam", "params": {"differentiable": True}}},
-        r"params\.differentiable: true is not supported: no gradient passes through",
-    ),
+    ({"optimizer": {"type": "Adam", "params": {"differentiable": True}}}, r"differentiable: .*no gradient passes"),
     *(
         ({"optimizer": {"type": name, "params": {"lr": 1}}}, f'"ZeroOneAdam", "OneBitLamb"; got "{name}"; .*{advice}')
         for name, advice in (("LBFGS", "it calls the model again within"), ("Prodigy", "stage 0 without offload only"))
@@ -430,7 +376,7 @@ def test_a_wrong_config_is_refused_with_the_key_and_the_reason(config: dict[str,
 
 def test_all_problems_are_reported_together() -> None:
     config = {
-        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}, "ovelap_comm": True},
+        ZERO: {"stage": 0, "offload_optimizer": {"device": "cpu"}, "ovelap_comm": True},
         "fp16": {"enabled": True, "hysteresis": 0},
         "bf16": {"enabled": True},
         "optimizer": {"type": "Tiger", "params": {"anything": 1}},
@@ -475,11 +421,11 @@ def test_any_object_gives_a_config_or_a_config_error(source: dict[str, Any]) -> 
 
 def test_a_file_with_comments(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('\ufeff{\n // stage\n "zero_optimization": {"stage": 4,}, # end\n "seed": -1}', encoding="utf-8")
+    path.write_text('\ufeff{\n // stage\n ZERO: {"stage": 4,}, # end\n "seed": -1}', encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value).startswith(f"{path}: 2 problems:")
-    path.write_text('\ufeff{\n // stage\n "zero_optimization": {"stage": 3,}, # end\n}', encoding="utf-8")
+    path.write_text('\ufeff{\n // stage\n ZERO: {"stage": 3,}, # end\n}', encoding="utf-8")
     assert load_config(path).stage == 3
 
 

@@ -25,11 +25,7 @@ from zstore.testing.ranks import run_ranks
 from zstore.tools.sample import build_model
 
 MIB = 1024 * 1024
-GPT = Model(
-    partial(build_model, "gpt-tiny", 16),
-    lambda step, micro, rank: batch(step, micro, rank)[0] % 256,
-    lambda model, ids: model(ids, labels=ids),
-)
+GPT = Model(partial(build_model, "gpt-tiny", 16), lambda *at: batch(*at)[0] % 256, lambda m, ids: m(ids, labels=ids))
 ON_DISK = Case(3, "nvme", "bf16", 1, 0.5, threshold=1000, parameters="nvme")
 
 
