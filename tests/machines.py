@@ -32,9 +32,8 @@ def go_to_machine() -> None:
         enter(f"/run/netns/{namespace}")
         libc = ctypes.CDLL(None, use_errno=True)
         own = libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-        if own or any(
-            libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, None) for path in (os.environ["TMPDIR"], "/dev/shm")
-        ):
+        places = (os.environ["TMPDIR"].encode(), b"/dev/shm")
+        if own or any(libc.mount(b"tmpfs", path, b"tmpfs", 0, None) for path in places):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     os.makedirs(os.environ["HOME"], exist_ok=True)
     os.chdir(os.environ["HOME"])
@@ -55,26 +54,15 @@ class Machines:
         """Start Python code on a machine, -1 being the server's; its output is piped."""
         own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         home = self.folder / f"machine-{machine}"
-        own |= {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "HOME": str(home),
-            "TMPDIR": str(home),
-            "MASTER_ADDR": "127.0.0.1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home)}
+        own |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
         if self.namespaces:
             own |= {"TMPDIR": str(self.folder), "TEST_NAMESPACE": self.namespaces[machine]}
             own |= {"GLOO_SOCKET_IFNAME": "wire", "MASTER_ADDR": "10.78.0.1"}
         own.pop("XDG_CACHE_HOME", None)
-        command = [
-            sys.executable,
-            "-c",
-            f"from tests.machines import go_to_machine\ngo_to_machine()\n{program}",
-            *words,
-        ]
+        code = f"from tests.machines import go_to_machine\ngo_to_machine()\n{program}"
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return warm.Popen(command, env=own | variables, **pipes)
+        return warm.Popen([sys.executable, "-c", code, *words], env=own | variables, **pipes)
 
     def tell_switch(self, word: str, machine: int) -> None:
         self.switch.stdin.write(f"{word} {machine}\n")
@@ -122,12 +110,8 @@ def machines(count: int, folder: Path, *, network: bool) -> Iterator[Machines]:
             ):
                 subprocess.run(["ip", "-n", name, *words], check=True)
         address = f"10.78.0.{count + 1}"
-        found = Machines(
-            options=keys | {"client_kwargs": {"endpoint_url": f"http://{address}:5000"}},
-            namespaces=names,
-            folder=folder,
-            switch=switch,
-        )
+        options = keys | {"client_kwargs": {"endpoint_url": f"http://{address}:5000"}}
+        found = Machines(options=options, namespaces=names, folder=folder, switch=switch)
         serve = f"import sys\nfrom moto.server import main\nmain(['-H', '{address}', '-p', '5000'])"
         server = found.start(-1, serve)
         stack.callback(_end, server)

@@ -29,7 +29,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import reduction
 from subprocess import PIPE, CalledProcessError, CompletedProcess, TimeoutExpired
 from typing import IO, Any, Self
@@ -77,12 +77,7 @@ class Popen:
             ours.append(io.TextIOWrapper(end, errors=errors, write_through=True) if text else end)
         self.stdin, self.stdout, self.stderr = ours
         self._streams = theirs
-        start = _Start(
-            words=words,
-            environment=dict(os.environ if env is None else env),
-            cwd=os.getcwd() if cwd is None else os.fspath(cwd),
-            new_session=start_new_session,
-        )
+        start = _Start(words, env, cwd, start_new_session)
         self._process = loaded_context().Process(target=_begin, args=(start, _Streams(theirs)), daemon=True)
         self._process.start()
         for stream in theirs:
@@ -121,10 +116,14 @@ class Popen:
         deadline = None if timeout is None else time.monotonic() + timeout
         found: dict[str, Any] = {"stdout": None, "stderr": None}
         threads = []
+
+        def read(stream: IO[Any], name: str) -> None:
+            with stream:
+                found[name] = stream.read()
+
         for name, stream in (("stdout", self.stdout), ("stderr", self.stderr)):
             if stream is not None and not stream.closed:
-                read = _reader(stream, found, name)
-                threads.append(threading.Thread(target=read, daemon=True))
+                threads.append(threading.Thread(target=read, args=(stream, name), daemon=True))
                 threads[-1].start()
         if self.stdin is not None and not self.stdin.closed:
             try:
@@ -202,19 +201,11 @@ def ends_within(process: Any, seconds: float) -> bool:
     return True
 
 
-def _reader(stream: IO[Any], found: dict[str, Any], name: str) -> Callable[[], None]:
-    def read() -> None:
-        with stream:
-            found[name] = stream.read()
-
-    return read
-
-
 class _Start:
-    def __init__(self, *, words: list[str], environment: dict[str, str], cwd: str, new_session: bool) -> None:
+    def __init__(self, words: list[str], environment: Mapping[str, str] | None, cwd: Any, new_session: bool) -> None:
         self.words = words
-        self.environment = environment
-        self.cwd = cwd
+        self.environment = dict(os.environ if environment is None else environment)
+        self.cwd = os.getcwd() if cwd is None else os.fspath(cwd)
         self.new_session = new_session
 
 
@@ -258,20 +249,14 @@ def _execute_child(self: Any, *passed: Any) -> None:
     if anew or (words[0].startswith("-") and words[0] not in {"-c", "-m", "-u"}):
         _execute_anew(self, *passed)
         return
-    start = _Start(
-        words=words,
-        environment=dict(os.environ if given["env"] is None else given["env"]),
-        cwd=os.getcwd() if given["cwd"] is None else os.fspath(given["cwd"]),
-        new_session=given["start_new_session"],
-    )
+    start = _Start(words, given["env"], given["cwd"], given["start_new_session"])
     sys.stdout.flush()
     sys.stderr.flush()
     self.pid = _fork_until_sound()
     if self.pid:
         self._child_created = True
-        self._close_pipe_fds(
-            *(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
-        )
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*map(given.__getitem__, ends))
         return
     try:
         ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]

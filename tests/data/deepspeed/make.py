@@ -24,6 +24,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[2]))
 
+BF16_ON_2 = {"world_size": 2, "precision": "bf16"}
 CASES: dict[str, dict[str, Any]] = {
     "stage0-fp32-1": {"stage": 0, "world_size": 1},
     "stage0-fp32-groups-2": {"stage": 0, "world_size": 2, "groups": "two"},
@@ -34,31 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
     "stage2-bf16-groups-2": {"stage": 2, "world_size": 2, "precision": "bf16", "groups": "two"},
     "stage2-fp16-1": {"stage": 2, "world_size": 1, "precision": "fp16", "client": True},
     "stage2-fp32-3": {"stage": 2, "world_size": 3, "groups": "two", "zero": {"round_robin_gradients": True}},
-    "stage2-cpu-2": {
-        "stage": 2,
-        "world_size": 2,
-        "precision": "bf16",
-        "zero": {"offload_optimizer": {"device": "cpu"}},
-    },
+    "stage2-cpu-2": {"stage": 2, **BF16_ON_2, "zero": {"offload_optimizer": {"device": "cpu"}}},
     "stage3-bf16-1": {"stage": 3, "world_size": 1, "precision": "bf16"},
-    "stage3-bf16-groups-2": {
-        "stage": 3,
-        "world_size": 2,
-        "precision": "bf16",
-        "groups": "two",
-        "zero": {"sub_group_size": 40},
-    },
+    "stage3-bf16-groups-2": {"stage": 3, **BF16_ON_2, "groups": "two", "zero": {"sub_group_size": 40}},
     "stage3-fp16-2": {"stage": 3, "world_size": 2, "precision": "fp16"},
     "stage3-fp32-3": {"stage": 3, "world_size": 3},
     "stage3-nvme-1": {"stage": 3, "world_size": 1, "precision": "bf16", "nvme": True},
-    "stage3-nvme-groups-2": {
-        "stage": 3,
-        "world_size": 2,
-        "precision": "bf16",
-        "nvme": True,
-        "groups": "two",
-        "zero": {"sub_group_size": 40},
-    },
+    "stage3-nvme-groups-2": {"stage": 3, **BF16_ON_2, "nvme": True, "groups": "two", "zero": {"sub_group_size": 40}},
     "universal-stage1-2": {"stage": 1, "world_size": 2, "precision": "bf16", "universal": True},
     "universal-stage3-2": {"stage": 3, "world_size": 2, "precision": "bf16", "universal": True, "groups": "two"},
     "trainer": {"stage": 2, "world_size": 2, "precision": "bf16", "folder": "checkpoint-3"},
@@ -131,9 +114,8 @@ def rank_main(name: str, work: Path) -> None:
     if case.get("nvme"):
         settings["aio"] = {"block_size": 1024, "intra_op_parallelism": 1}
     model = make_tiny()
-    engine, *_ = deepspeed.initialize(
-        model=model, config=settings, model_parameters=groups_of(model, case.get("groups", "one"))
-    )
+    groups = groups_of(model, case.get("groups", "one"))
+    engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=groups)
     accumulation = case.get("accumulation", 1)
 
     def step(number: int) -> float:
@@ -243,18 +225,10 @@ def make(name: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        command = [sys.executable, __file__, "--rank", name, str(work)]
+        own = {"WORLD_SIZE": str(case["world_size"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--rank", name, str(work)],
-                env={
-                    **os.environ,
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(case["world_size"]),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                },
-            )
+            subprocess.Popen(command, env=os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(case["world_size"])
         ]
         codes = [process.wait() for process in ranks]
@@ -272,19 +246,9 @@ def make(name: str) -> None:
 def make_universal(work: Path) -> None:
     """Convert the checkpoint with DeepSpeed's own tool and keep the result alone."""
     tag = (work / "latest").read_text()
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "deepspeed.checkpoint.ds_to_universal",
-            "--inject_missing_state",
-            "--input_folder",
-            str(work / tag),
-            "--output_folder",
-            str(work / f"{tag}_universal"),
-        ],
-        check=True,
-    )
+    tool = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", str(work / tag), "--output_folder", str(work / f"{tag}_universal")]
+    subprocess.run([sys.executable, *tool, *folders], check=True)
     shutil.rmtree(work / tag)
     (work / "latest").unlink()
 

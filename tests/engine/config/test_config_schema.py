@@ -421,11 +421,11 @@ def test_any_object_gives_a_config_or_a_config_error(source: dict[str, Any]) -> 
 
 def test_a_file_with_comments(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('\ufeff{\n // stage\n ZERO: {"stage": 4,}, # end\n "seed": -1}', encoding="utf-8")
+    path.write_text('\ufeff{\n // stage\n "zero_optimization": {"stage": 4,}, # end\n "seed": -1}', encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value).startswith(f"{path}: 2 problems:")
-    path.write_text('\ufeff{\n // stage\n ZERO: {"stage": 3,}, # end\n}', encoding="utf-8")
+    path.write_text('\ufeff{\n // stage\n "zero_optimization": {"stage": 3,}, # end\n}', encoding="utf-8")
     assert load_config(path).stage == 3
 
 
