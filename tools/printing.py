@@ -34,12 +34,12 @@ def cell(text: object) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def make_console(max_columns: int = _PLAIN_COLUMNS) -> Console:
+def make_console(max_columns: int = sys.maxsize) -> Console:
     """Return a console on stdout that prints text unchanged: a name like `[a]` or `:b:` means nothing to it."""
     from rich.console import Console
 
     console = Console(markup=False, emoji=False, highlight=False)
-    console.width = min(console.width, max_columns) if sys.stdout.isatty() else max_columns
+    console.width = min(console.width if sys.stdout.isatty() else _PLAIN_COLUMNS, max_columns)
     return console
 
 
