@@ -154,6 +154,18 @@ def test_others_see_shapes_and_names(shape: tuple[int, ...], dtype: Any, many: i
         assert checkpoint["g/x"].numpy().tobytes() == value.tobytes()
 
 
+def test_a_long_row_has_no_padding_rows(tmp_path: Path) -> None:
+    value = np.arange(139841).reshape(1, -1)  # odd: sixteen rows would be the smallest aligned shard
+    with zstore.open_store(tmp_path / "run", host_budget_bytes=10e6) as store:
+        store.put("g/x", value).wait()
+        store.checkpoint(tmp_path / "one").wait()
+        store.load(tmp_path / "one").wait()
+        assert (store.get("g/x").wait() == value).all()
+    with zstore.open_checkpoint(tmp_path / "one") as checkpoint:
+        assert checkpoint.verify() == []
+        assert (checkpoint["g/x"].numpy() == value).all()
+
+
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
     with zstore.open_store(tmp_path, host_budget_bytes=4e6) as store:
         pool_bytes = store.statistics().pool_bytes

@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..checkpoint.layout import array_path, groups_of
 from ..errors import UsageError
-from ..format.arrays import Array, ArraySpec, LocalShard, make_grid, numpy_dtype
+from ..format.arrays import MAX_CHUNK_NUMEL, Array, ArraySpec, LocalShard, make_grid, numpy_dtype
 from ..io.machine import Workers
 from ..io.queue import Ticket
 from .tiers.base import View, copy_into, copy_out
@@ -41,7 +41,11 @@ class StoreArray(LocalShard):
     @classmethod
     def whole(cls, spec: ArraySpec, is_torch: bool) -> StoreArray:
         """Return an array as one shard."""
-        return cls(spec, make_grid(spec.stored_shape, 1), 0, is_torch)
+        grid = make_grid(spec.stored_shape, 1)
+        if grid.rows < grid.chunk_rows and grid.chunk_numel > MAX_CHUNK_NUMEL:
+            # Rows that no other chunk follows need no padding, which can be 15 times as much.
+            grid = replace(grid, shard_rows=grid.rows, chunk_rows=grid.rows)
+        return cls(spec, grid, 0, is_torch)
 
     def flat_rows(self, rows: slice | None) -> tuple[int, int, tuple[int, ...]]:
         """Return (first, stop, shape) of the flat elements of `rows`, of all by default."""
