@@ -49,15 +49,15 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_615,
+        53_619,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_038),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_434),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_438),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_042),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_265),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_277),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_498),
-    "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_009),
+    "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_003),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
         19_520,
