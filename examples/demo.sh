@@ -10,7 +10,7 @@ folder=${1:-demo-run} model=gpt-tiny steps=40 middle=20
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 say() { printf '\n== %s\n' "$1"; }
-run() { echo "\$ zstore $*"; zstore "$@"; }
+run() { echo "\$ zstore$(printf ' %q' "$@")"; zstore "$@"; }
 config() { # NAME ZERO: write a config with this section zero_optimization
     cat > "$folder/$1.json" << END
 {
@@ -64,10 +64,11 @@ apart = max(abs(first[step] - loss) for step, loss in second.items())
 losses = list(first.values())
 print(f"\n== Results\nloss, first step and last: {losses[0]:.3f} -> {losses[-1]:.3f}")
 print(f"largest difference of the resumed run's loss: {apart:.5f} (at most 0.02)")
-sys.exit(apart > 0.02)
+sys.exit(not apart <= 0.02)  # nor may it be NaN
 END
 
 zstore=$(command -v zstore) && zstore=${zstore#"$PWD"/}
+folder=$(printf %q "$folder")
 cat << END
 time: $SECONDS s
 
