@@ -51,12 +51,16 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
     `needs` are all parameters by name, in order; `units` are the names of the parameters of each unit, in the order of
     execution. Raises BudgetError if the budget is less than what has to be in host memory.
     """
-    if settings.holds_gradients is None:
+    if settings.holds_gradients is None and settings.budget_bytes is not None:
         with suppress(BudgetError):
-            plan = make_plan(needs, replace(settings, holds_gradients=True), units)
-            if settings.budget_bytes is None or plan.budget_full_bytes <= settings.budget_bytes:
+            plan = _plan(needs, settings, units)
+            if plan.budget_full_bytes <= settings.budget_bytes:
                 return plan
-        return make_plan(needs, replace(settings, holds_gradients=False), units)
+        settings = replace(settings, holds_gradients=False)
+    return _plan(needs, settings, units)
+
+
+def _plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]]) -> Plan:
     on_device = _share_on_device(needs, settings)
     least, kept = cache(partial(_least_memory, settings)), cache(partial(_kept, settings))
     places = {name: least(need, name in on_device) for name, need in needs.items()}
@@ -168,7 +172,7 @@ def _kept(settings: PlacementSettings, need: Need, place: Places) -> list[_Array
     if need.slots is None:
         return found
     found += _slots(need, place)
-    if settings.holds_gradients:
+    if settings.holds_gradients or (settings.holds_gradients is None and place.gradient != "device"):
         # Each micro-batch but the first adds to the sum of those before; the update reads it.
         numel = need.numel if need.whole_gradient else need.rows_numel
         passes = {"reads": forwards, "writes": forwards}
@@ -214,7 +218,7 @@ def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool
     if settings.optimizer == "none" or state_on_device:
         return Places(state="device", parameter=parameter, gradient="device")
     gradient: TierName = "device"
-    if settings.holds_gradients and not need.whole_gradient:
+    if settings.holds_gradients is not False and not need.whole_gradient:
         has_disk = "nvme" in (settings.optimizer, settings.parameters)
         gradient = off_device("nvme" if has_disk else "cpu", need.gradient_dtype)
     return Places(state=off_device(settings.optimizer, FP32), parameter=parameter, gradient=gradient)

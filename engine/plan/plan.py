@@ -124,7 +124,7 @@ class PlacementSettings:
     """Part of `buffer_bytes` for the update; None: all."""
     holds_gradients: bool | None = True
     """Gradients are stored until the update, for a global norm, or because they accumulate. False: each is used as it
-    arrives. None: that, unless the budget has room for all state with them."""
+    arrives. None: that, but for those of host memory if the budget has room for all state with them."""
     accumulation_steps: int = 1
     """Forwards of one step on this rank: each reads parameters on disk again."""
     gathers: int = 2
@@ -309,6 +309,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
     ratio "auto" no optimizer state is on the device: see `fill_device`."""
     zero = config.settings.zero_optimization
     ratio, steps = zero.offload_optimizer.ratio, config.batch.accumulation_steps
+    keeps_rows = config.world_size > 1 and config.offload_optimizer.device == "none"
     return PlacementSettings(
         optimizer=config.offload_optimizer.device,
         ratio=1.0 if ratio == "auto" else ratio,
@@ -318,7 +319,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         buffer_bytes=buffer_bytes(config, budget_bytes),
         buffers_of=partial(buffer_bytes, config),
         update_buffer_bytes=store_options(config, budget_bytes).pool_bytes,
-        holds_gradients=True if config.step_overlap != "backward" or steps > 1 else None,
+        holds_gradients=True if config.step_overlap != "backward" or steps > 1 or keeps_rows else None,
         accumulation_steps=1 if config.frozen else steps,
         gathers=1 if config.frozen else 2,
         device_is_host=device_is_host,

@@ -182,7 +182,8 @@ class Training:
         """Forget a backward that failed, and with it the accumulation; `raised` gets a note if that is impossible."""
         if self.update.abandon():
             raised.add_note(
-                'With "step_overlap": "backward" parameters were already updated: load a checkpoint before continuing.'
+                'With "step_overlap": "backward" parameters were already updated: load a checkpoint before continuing. So that '
+                f"a backward that fails changes nothing, {OTHER_MODES}."
             )
         self.restart_accumulation()
         if self.hooks is not None:

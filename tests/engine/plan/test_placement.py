@@ -54,6 +54,8 @@ EIGHT = {f"{i}.weight": need((512, 512)) for i in range(8)}
         ({"optimizer": "cpu", "parameters": "cpu"}, ("host", "host", "host"), 2),
         ({"optimizer": "nvme", "parameters": "nvme"}, ("disk", "disk", "host"), 2),
         ({"optimizer": "nvme", "holds_gradients": False}, ("disk", "device", "device"), 0),  # nobody waits for them
+        ({"optimizer": "nvme", "holds_gradients": None}, ("disk", "device", "host"), 2),
+        ({"holds_gradients": None}, ("device", "device", "device"), 0),  # an update in the backward frees them
     ],
 )
 def test_without_a_budget(keys: dict[str, Any], places: tuple[str, str, str], gradient_bytes: int) -> None:
