@@ -146,13 +146,13 @@ class Gradients:
         gradients = list(self.of.values())
         flags = [flag for one in gradients for flag in (one.num_arrivals > 0, one.record.parameter.grad is not None)]
         if reductions is not None:
-            sent: set[Gradient] = set()
             for unit in self._arrivals.ready(rest=True):
                 self._reduce_rows(unit, reductions)
-                sent.update(unit)
-            flags = agree_any(self._world, flags)
-            late = zip(gradients, flags[1::2], strict=True)
-            self._reduce_rows([one for one, is_set in late if is_set and one not in sent], reductions)
+            # Late is what no unit has brought: ranks differ in which units they sent before this.
+            left = [one.record.parameter.grad is not None for one in gradients]
+            agreed = agree_any(self._world, flags + left)
+            flags, left = agreed[: len(flags)], agreed[len(flags) :]
+            self._reduce_rows([one for one, is_late in zip(gradients, left, strict=True) if is_late], reductions)
             reductions.drain()
         else:
             for gradient in gradients:
