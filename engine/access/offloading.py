@@ -47,6 +47,7 @@ class OffloadedStates:
         self._copied: dict[ParameterRecord, str] = {}
         """Parameters whose memory was freed, and the arrays with their values."""
 
+    @torch.inference_mode(False)  # later steps write to this memory
     def offload(self, include: Iterable[Any] | None, device: Any) -> None:
         """Move `include`, all by default, to a tier (all ranks). An error moves everything back, and raises on every rank."""
         call = "engine.offload_states()"
@@ -167,6 +168,7 @@ class OffloadedStates:
             for tile in tiles:
                 use(tile.views[0], slice(tile.first, tile.stop))
 
+    @torch.inference_mode(False)
     def reload(self) -> None:
         """Move everything back (all ranks)."""
         store = self._training.state.store

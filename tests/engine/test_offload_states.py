@@ -2,6 +2,7 @@
 
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,18 @@ def refuse_everything(run: Run) -> None:
 @pytest.mark.parametrize(("world_size", "setups"), [(1, SETUPS), (2, SETUPS[2:5])], ids=["1", "2"])
 def test_states_come_back_with_the_same_bits(world_size: int, setups: list[tuple[Case, str]]) -> None:
     run_ranks(check, world_size, world_size, setups)
+
+
+@pytest.mark.parametrize("setup", [(0, "none"), (3, "cpu", "cpu")])
+def test_states_moved_in_inference_mode_can_be_trained(setup: tuple[Any, ...], nvme: Path) -> None:
+    with start(make_config(*setup[:2], nvme, *setup[2:]), make_net()) as engine:
+        step(engine)
+        with torch.inference_mode():
+            engine.offload_states()
+            engine.reload_states()
+        with zstore.gather(engine.module, modifier_rank=0), torch.no_grad():
+            next(engine.module.parameters()).mul_(0.5)
+        step(engine)
 
 
 def test_a_device_is_emptied(nvme: Path) -> None:
