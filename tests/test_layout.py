@@ -49,18 +49,18 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_625,
+        53_627,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_044),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_046),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_438),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_042),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_279),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_292),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_498),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_003),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        19_526,
+        19_528,
     ),
     "files of the core": (lambda: len(_layout().core), 25),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 6_877),
