@@ -7,8 +7,6 @@ from pathlib import Path
 
 from tests import warm
 
-LAUNCHER = ("torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
-
 
 def run(
     *words: object, world_size: int = 1, code: int = 0, anew: bool = False, cwd: Path | None = None, **variables: str
@@ -17,7 +15,8 @@ def run(
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"} | variables
     with tempfile.TemporaryDirectory() as logs:
-        launcher = ("-m", *LAUNCHER, f"--nproc-per-node={world_size}", "--redirects=1", f"--log-dir={logs}")
+        launcher = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+        launcher += ["--local-addr=127.0.0.1", f"--nproc-per-node={world_size}", "--redirects=1", f"--log-dir={logs}"]
         done = warm.run(
             [sys.executable, *(launcher if world_size > 1 else ()), *map(str, words)],
             capture_output=True,

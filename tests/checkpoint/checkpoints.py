@@ -29,8 +29,6 @@ from zstore.store import Store, StoreOptions, TierName
 
 Array = npt.NDArray[Any]
 
-_LEAST_BUDGET_BYTES = 32 * 1024 * 1024
-
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -144,7 +142,7 @@ def open_world(
     """Open a store for each rank that holds its shards of `arrays`; `files` has one double for each rank."""
     specs = describe(arrays, aliases) | describe(small or {})
     grids = {name: make_grid(specs[name].stored_shape, world_size) for name in arrays}
-    budget = _LEAST_BUDGET_BYTES + 2 * sum(array.nbytes for array in arrays.values())
+    budget = (32 << 20) + 2 * sum(array.nbytes for array in arrays.values())
     options = StoreOptions(run_path=run_path, host_budget_bytes=budget, num_threads=2)
     with contextlib.ExitStack() as stack:
         stores = [

@@ -22,8 +22,6 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 Kind = Literal["read", "write", "list", "ask", "remove"]
 """Requests: bytes of an object; a whole object, or a part of one; a listing; an object's size; its removal."""
 
-_GATE_S = 60.0
-
 
 @dataclass(kw_only=True)
 class RequestFault:
@@ -97,7 +95,7 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self.order.append((kind, key))
             hits = [fault for fault in self.faults if fault.hits(kind, key)]
         for fault in hits:
-            if fault.gate is not None and not fault.gate.wait(_GATE_S):
+            if fault.gate is not None and not fault.gate.wait(60.0):
                 raise TimeoutError(f"nobody opened the gate of {kind} {key}")
             if fault.error is not None:
                 raise fault.error()

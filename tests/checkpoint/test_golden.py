@@ -164,7 +164,6 @@ def test_the_rules_for_names_are_as_written() -> None:
 CODEC = Codec()
 ARRAYS = arrays_of_kinds() | {"model/zeros": np.zeros((700, 300), np.float32)}
 SMALL = {"client/history": np.arange(12, dtype=np.float64).reshape(3, 4)}
-ALL_ARCHIVE = ARRAYS | SMALL
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +268,7 @@ def test_every_flipped_byte_of_an_archive_is_noticed_or_carries_nothing(copied: 
     for at in [0, 8, 9, data_start(old) - 1, 4096, len(old) - 1, *rng.integers(0, len(old), 20).tolist()]:
         forge.put(W, old[:at] + bytes([old[at] ^ 0x10]) + old[at + 1 :])
         with open_checkpoint(copied) as reader, contextlib.suppress(CorruptionError):
-            assert reader.read_array("model/h.0.weight").tobytes() == ALL_ARCHIVE["model/h.0.weight"].tobytes()
+            assert reader.read_array("model/h.0.weight").tobytes() == ARRAYS["model/h.0.weight"].tobytes()
     forge.put(W, old[:-4096])
     with open_checkpoint(copied) as reader:
         faults = verify_checkpoint(reader)
@@ -305,10 +304,6 @@ def test_an_index_comes_back_as_it_was(sizes: list[int], missing: int) -> None:
     assert offsets.tolist() == [layout.data_offset + sum(sizes[:n]) for n in range(len(sizes) + 1)]
 
 
-def _settings(document: Any) -> Any:
-    return document["codecs"][0]["configuration"]["codecs"][1]
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "level": lambda codec: codec["configuration"].update(level=99),
     "text for a level": lambda codec: codec["configuration"].update(level="3"),
@@ -324,7 +319,7 @@ def test_settings_that_are_not_read_are_refused(change: str) -> None:
     spec = ArraySpec(name="model/w", shape=(40,), dtype="float32")
     document = json.loads(json.dumps(array_document(spec, make_grid((40,), 1), CODEC)))
     assert parse_array(document, "here") == (spec, make_grid((40,), 1), CODEC)
-    CHANGES[change](_settings(document))
+    CHANGES[change](document["codecs"][0]["configuration"]["codecs"][1])
     with pytest.raises(CheckpointMismatchError, match="here"):
         parse_array(document, "here")
     document["chunk_grid"]["configuration"] = {"chunk_shapes": [[10, 30]]}  # the grid of a later version

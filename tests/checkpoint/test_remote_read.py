@@ -181,7 +181,6 @@ def test_urls_that_nothing_opens_are_refused_at_once() -> None:
 
 
 TEXT = (Path(__file__).parents[2] / "docs/remote.md").read_text().partition("## Reading from a service")[0]
-URL_DOCS = "memory://bucket/run"
 
 
 @pytest.fixture
@@ -203,7 +202,7 @@ def test_the_examples_run(memory: Any, tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     for block in blocks("python"):
         exec(block, names)
-    assert [info.tag for info in list_tags(open_folder(URL_DOCS))] == ["step-00000002", "step-00000004"]
+    assert [info.tag for info in list_tags(open_folder("memory://bucket/run"))] == ["step-00000002", "step-00000004"]
     assert names["rows"].shape == (10, 32)
     assert names["weights"]["0.weight"].dtype == torch.bfloat16
     assert not list((tmp_path / "cache/zstore-uploads").glob("*/step-*"))

@@ -31,8 +31,6 @@ from torch.utils._pytree import tree_leaves
 from zstore.io.memory import _owner
 from zstore.store.tiers import HostTier
 
-StreamContext = Callable[[], AbstractContextManager[None]]
-
 
 class HandOverError(RuntimeError):
     """Memory was handed over between host and device as it must not be."""
@@ -194,7 +192,7 @@ class FakeDevice:
     def query(self, event: FakeEvent) -> bool:
         return event.stream is None or event.reached
 
-    def stream_context(self) -> StreamContext:
+    def stream_context(self) -> Callable[[], AbstractContextManager[None]]:
         """Return what a thread enters so that its operations are watched."""
         return lambda: _Watching(self)
 

@@ -21,7 +21,6 @@ from zstore.errors import ConfigError, RankError
 from zstore.testing.ranks import run_ranks
 
 NAMES = {"train_loss", "lr", "grad_norm", *(f"elapsed_time_ms_{phase}" for phase in ("forward", "backward", "step"))}
-FP16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 4}}
 
 
 def csv_config(folder: Path, **keys: Any) -> dict[str, Any]:
@@ -66,7 +65,9 @@ def test_a_csv_file_for_each_metric(tmp_path: Path) -> None:
 
 
 def test_the_loss_scale_of_fp16_and_a_skipped_step(tmp_path: Path) -> None:
-    with start(csv_config(tmp_path, **FP16)) as engine:
+    with start(
+        csv_config(tmp_path, bf16={"enabled": False}, fp16={"enabled": True, "initial_scale_power": 4})
+    ) as engine:
         step(engine)
         step(engine, factor=math.inf)
         step(engine, factor=math.inf)

@@ -24,9 +24,7 @@ from zstore.errors import ConfigError, UsageError
 from zstore.optim import Lamb, Lion, MuonWithAdam, split_for_muon
 from zstore.testing.ranks import run_ranks
 
-Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
-
-ELEMENT_WISE: dict[str, Make] = {
+ELEMENT_WISE: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "SGD with Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),

@@ -169,10 +169,6 @@ def config_of(name: str, folder: str, stage: int, tier: str, **keys: Any) -> dic
     return make_config(stage, tier, folder, **(plain | keys))
 
 
-def make_client(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-
 def contents(engine: Engine) -> dict[str, str]:
     found: dict[str, str] = {}
     for record in engine.training_state.state.scalars:
@@ -190,7 +186,8 @@ def _saved(rank: int, folder: str, runs: str) -> dict[str, str]:
     config |= {"zstore": {"step_overlap": "forward", "host_budget_bytes": 900_000}}
     config["train_micro_batch_size_per_gpu"] = 3  # a global batch that one rank and three can have too
     net = make_net()
-    engine, *_ = zstore.initialize(model=net, optimizer=make_client(net), config=config)
+    client = torch.optim.Adafactor([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    engine, *_ = zstore.initialize(model=net, optimizer=client, config=config)
     with engine:
         assert engine.training_state.update.mode.value == "none"
         assert bool(engine.training_state.state.spilled) == (rank == 0)

@@ -179,17 +179,12 @@ def test_files_that_are_no_json_of_ours_are_refused(file: str, case: str, forge:
     assert all(Path(file).name in problem and len(problem) < 2000 for problem in problems)
 
 
-def link_out(path: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-
-
 @pytest.mark.parametrize(
     "name", [SHARD, W, "model", "manifest", "manifest/rank-00000.json", "zarr.json", "zstore.json", f"{W}/zarr.json"]
 )
 def test_links_out_of_the_folder_are_refused(name: str, path: Path, tmp_path: Path) -> None:
-    link_out(path / name, tmp_path)
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
     problems = use(path, tmp_path / "out")
     # Only verifying looks at the copies of metadata.
     assert "symbolic link" in problems[0]

@@ -310,10 +310,6 @@ def test_one_file_beside_several_indices_is_not_taken_for_them(tmp_path: Path) -
         assert list(source.arrays) == ["model/w"]
 
 
-def with_header(header: bytes) -> bytes:
-    return len(header).to_bytes(8, "little") + header + W.tobytes() + W[0].tobytes()
-
-
 @pytest.mark.parametrize(
     "name", ["../model.safetensors", "/etc/passwd", "..", ".", "a/b.safetensors", "", "x\0y", 7, None, ["a"], {}]
 )
@@ -354,7 +350,8 @@ def test_an_index_that_is_none_is_refused(content: bytes, folder: Path) -> None:
     ],
 )
 def test_a_header_that_lies_is_refused(header: bytes, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(with_header(header))
+    content = len(header).to_bytes(8, "little") + header + W.tobytes() + W[0].tobytes()
+    (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CorruptionError, match="not a valid safetensors file"):
         open_source(tmp_path).close()
 

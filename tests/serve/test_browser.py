@@ -139,20 +139,14 @@ class Site:
             watched.check()
 
 
-@contextlib.contextmanager
-def open_site(folder: Path) -> Iterator[Site]:
-    make_sample(folder / "runs")
-    with serving_of(folder / "runs") as base, open_browser() as browser:
-        yield Site(folder / "runs", base, browser)
-
-
 pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with open_site(tmp_path_factory.mktemp("site")) as site:
-        yield site
+    folder = make_sample(tmp_path_factory.mktemp("site") / "runs")
+    with serving_of(folder) as base, open_browser() as browser:
+        yield Site(folder, base, browser)
 
 
 @pytest.fixture

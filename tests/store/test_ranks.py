@@ -179,9 +179,6 @@ def test_nobody_waits_in_a_call_for_a_rank_that_died() -> None:
     run_ranks(_dying, 2, may_die=[1])
 
 
-LATER_S = SAME_S + 1
-
-
 def at(entered: int, **more: object) -> RankReport:
     return RankReport(at="forward", entered=entered, **more)  # type: ignore[arg-type]
 
@@ -199,7 +196,7 @@ FAILED = {"cause": "ValueError: x", "details": "a traceback"}
         ({0: at(3, **FAILED), 1: at(4)}, 0.0, Outcome.BROKEN),
         # Rank 1 computes, and may come to the same error yet.
         ({0: at(3, **FAILED), 1: at(3)}, 0.0, None),
-        ({0: at(3, **FAILED), 1: at(3)}, LATER_S, Outcome.BROKEN),
+        ({0: at(3, **FAILED), 1: at(3)}, SAME_S + 1, Outcome.BROKEN),
         ({0: at(3, **FAILED)}, 0.0, None),
         ({0: at(3, **FAILED)}, ABSENT_S, Outcome.BROKEN),
         ({0: at(3, lost="closed"), 1: at(2)}, 0.0, Outcome.BROKEN),

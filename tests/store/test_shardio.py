@@ -279,10 +279,9 @@ def resting(res: IoResources, path: Path, values: np.ndarray, *, offset: int = 0
 # Chunks of 256 KiB, the last of which the array has in part; of 300 * 4 * n bytes, which are no multiple of 512.
 KINDS: tuple[Kind, ...] = ("read", "write")
 SHORT = tuple(Fault(kind=kind, times=None, most_bytes=7 * 4096) for kind in KINDS)
-AT_REST = [(1000, 256), (5000, 300)]
 
 
-@pytest.mark.parametrize("shape", AT_REST)
+@pytest.mark.parametrize("shape", [(1000, 256), (5000, 300)])
 @pytest.mark.parametrize("offset", [0, 512, 64])
 @pytest.mark.parametrize("direct", [True, False])
 def test_payloads_at_rest_make_the_same_file(tmp_path: Path, shape: tuple[int, int], offset: int, direct: bool) -> None:

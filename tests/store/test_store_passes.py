@@ -276,7 +276,6 @@ def test_what_was_read_of_a_former_version_is_right_once_there_is_another(store:
 
 SMALL = (25, 1000)
 """100 KB in fp32."""
-LEAST_BYTES = 256 * 1024
 
 
 class CountedFiles(FaultyFiles):
@@ -321,7 +320,7 @@ def test_no_request_of_a_pass_is_under_256_kib_where_there_is_more(count: int, t
             flip_all(store, list(range(count)))
             total = sum(array.nbytes for array in values.values())
             assert sum(nbytes for _, nbytes in files.requests) == pytest.approx(2 * total, rel=0.1)
-            assert min(nbytes for _, nbytes in files.requests) >= min(LEAST_BYTES, total // 3)
+            assert min(nbytes for _, nbytes in files.requests) >= min(256 * 1024, total // 3)
             if snapshot is not None:
                 snapshot.release()
         num_operations = store.statistics().queue.of(*Priority).operations - operations

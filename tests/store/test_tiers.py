@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,6 @@ from zstore.testing.faults import Fault
 from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bits, shard_name, write_zarr_json
 
 
-def in_thread(act: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    return thread
-
-
 class MemoryContract(TierContract):
     pins_in_place = True
 
@@ -42,7 +35,8 @@ class MemoryContract(TierContract):
             bench.update(local, bench.values(local, 2))
             done.set()
 
-        updater = in_thread(update)
+        updater = threading.Thread(target=update, daemon=True)
+        updater.start()
         assert waiting.wait(200)
         bench.publish(pins[0], "one")
         pins[0].release()

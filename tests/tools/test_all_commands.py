@@ -28,7 +28,6 @@ from zstore.tools.verify import verify_command
 URL = "memory://bucket/run"
 ARRAYS = {"model/w": np.arange(300_000, dtype=np.float32).reshape(1000, 300), "model/b": np.zeros(77, np.float32)}
 
-LOOKING = {"inspect": ["inspect", "{last}"], "ls": ["ls", "{run}"]}
 READING = {"verify": ["verify", "{last}"], "diff": ["diff", "{other}", "{last}"]}
 WRITING = {
     "consolidate": ["consolidate", "{last}", "{out}", "--dtype", "fp32"],
@@ -41,7 +40,7 @@ WRITING = {
     "prune": ["prune", "{run}", "--keep-last", "1"],
     "prune URL": ["prune", URL, "--keep-last", "1"],
 }
-ALL = LOOKING | READING | WRITING
+ALL = {"inspect": ["inspect", "{last}"], "ls": ["ls", "{run}"]} | READING | WRITING
 
 CLOSING = re.compile(r": (\d+ bytes|[\d.]+ [kMG]B) in \d+\.\d s")
 

@@ -136,10 +136,7 @@ def test_values_that_do_not_fit_stop_it_with_every_tensor_named(large_values: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-FLOATS = hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(width=32, allow_nan=True, allow_infinity=True))
-
-
-@given(FLOATS)
+@given(hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(width=32, allow_nan=True, allow_infinity=True)))
 @settings(max_examples=100)
 def test_casts_are_those_of_torch(values: npt.NDArray[np.float32]) -> None:
     for dtype, native, kind in (

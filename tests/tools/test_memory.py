@@ -185,11 +185,8 @@ def test_the_peak_stays_below_it(name: str, memory_bytes: int, base: Path, tmp_p
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
-    save_arrays(folder, {f"model/h.{i}.w": np.full(20, i, np.float32) for i in range(NUM_MANY)})
+    save_arrays(folder, {f"model/h.{i}.w": np.full(20, i, np.float32) for i in range(1500)})
     return folder
-
-
-NUM_MANY = 1500
 
 
 def test_the_metadata_of_many_arrays_is_counted_in(many: Path, base: Path, tmp_path: Path) -> None:

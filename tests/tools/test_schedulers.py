@@ -49,12 +49,6 @@ def training(command: list[str], tmp_path: Path, text: Path, *more: object) -> I
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def saved_step(tmp_path: Path) -> int:
-    with open_checkpoint(tmp_path / "run") as reader:
-        assert verify_checkpoint(reader) == []
-        return reader.record.step
-
-
 def finish(process: warm.Popen) -> tuple[int, str]:
     rest = process.stderr.read()
     return process.wait(200), rest
@@ -69,7 +63,9 @@ def test_a_signal_saves_and_ends_with_75(tmp_path: Path, text: Path) -> None:
         code, rest = finish(process)
     assert code == 75, rest
     assert "Traceback" not in rest, rest
-    assert saved_step(tmp_path) == rows(tmp_path / "m.jsonl")[-1]["step"]
+    with open_checkpoint(tmp_path / "run") as reader:
+        assert verify_checkpoint(reader) == []
+        assert reader.record.step == rows(tmp_path / "m.jsonl")[-1]["step"]
 
 
 def test_no_rank_outlives_its_launcher(tmp_path: Path, text: Path) -> None:
