@@ -17,17 +17,9 @@ def run(
     with tempfile.TemporaryDirectory() as logs:
         launcher = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
         launcher += ["--local-addr=127.0.0.1", f"--nproc-per-node={world_size}", "--redirects=1", f"--log-dir={logs}"]
-        done = warm.run(
-            [sys.executable, *(launcher if world_size > 1 else ()), *map(str, words)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=environment,
-            cwd=cwd,
-            anew=anew,
-        )
+        command = [sys.executable, *(launcher if world_size > 1 else ()), *map(str, words)]
+        done = warm.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=cwd, anew=anew)
         printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
     assert done.returncode == code, "".join(printed) + done.stderr
-    return [
-        line for line in "".join(printed).splitlines() if not line.startswith("[Gloo]")
-    ], done.stderr  # of torch 2.9
+    lines = "".join(printed).splitlines()
+    return [line for line in lines if not line.startswith("[Gloo]")], done.stderr  # of torch 2.9

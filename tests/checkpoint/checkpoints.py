@@ -62,18 +62,9 @@ class World:
             specs = self.specs
             grids = {n: grid_in_checkpoint(specs[n].stored_shape, specs[n].itemsize, grid) for n, grid in grids.items()}
             fields["pieces"] = {name: grid for name, grid in self.grids.items() if grids[name] != grid}
-        return SaveRequest(
-            resources=store.resources,
-            folder=folder,
-            step=step,
-            rank=rank,
-            world_size=len(self.stores),
-            save_id=save_id,
-            specs=self.specs,
-            grids=grids,
-            pins=store.snapshot().pins,
-            **fields,
-        )
+        fields |= {"resources": store.resources, "pins": store.snapshot().pins, "specs": self.specs, "grids": grids}
+        world_size = len(self.stores)
+        return SaveRequest(folder=folder, step=step, rank=rank, world_size=world_size, save_id=save_id, **fields)
 
     def begin_save(self, folder: Path, *, step: int = 1, **options: Any) -> list[SaveHandle]:
         save_id = new_save_id()

@@ -137,15 +137,8 @@ def test_updates_within_the_backward_give_the_same_bits(nvme: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_the_device_gives_the_bits_of_a_plain_loop_on_it(precision: str, nvme: Path) -> None:
-    reference = Reference(
-        make_net().to(DEVICE),
-        1,
-        precision=precision,
-        accumulation=2,
-        clip=0.25,
-        scale=128.0 if precision == "fp16" else 1.0,
-        adam=ADAM,
-    )
+    how: dict[str, Any] = {"scale": 128.0 if precision == "fp16" else 1.0, "adam": ADAM}
+    reference = Reference(make_net().to(DEVICE), 1, precision=precision, accumulation=2, clip=0.25, **how)
     for step in range(STEPS):
         reference.step([[(batch(step, micro, 0)[0].to(DEVICE),)] for micro in range(2)])
     expected = {name: digest(values.cpu()) for name, values in reference.arrays().items()}

@@ -26,16 +26,10 @@ def config_of(nvme: Path, tier: str, stage: int = 3, **keys: Any) -> dict[str, A
     config["zero_optimization"]["reduce_bucket_size"] = "auto"
     del config["gradient_accumulation_steps"], config["steps_per_print"]
     params = {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}
-    return (
-        config
-        | {
-            "train_micro_batch_size_per_gpu": "auto",
-            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-            "scheduler": {"type": "WarmupLR", "params": params},
-            "gradient_clipping": "auto",
-        }
-        | keys
-    )
+    config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+    config["scheduler"] = {"type": "WarmupLR", "params": params}
+    return config | keys
 
 
 def frozen(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Engine:

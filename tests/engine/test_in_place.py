@@ -17,12 +17,8 @@ from zstore.testing.ranks import run_ranks
 
 WHOLE = {"stage 0": {"stage": 0}, "stage 2, alone": {"stage": 2}}
 SHARDED = {
-    f"stage 3, {place}": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "offload_param": {"device": device},
-        "offload_optimizer": {"device": device},
-    }
+    f"stage 3, {place}": {"stage": 3, "stage3_param_persistence_threshold": 0}
+    | {key: {"device": device} for key in ("offload_param", "offload_optimizer")}
     for place, device in (("memory", "cpu"), ("disk", "nvme"))
 }
 APART = [{"stage": stage, "offload_optimizer": {"device": device}} for stage in (1, 2) for device in ("cpu", "nvme")]

@@ -101,23 +101,10 @@ class Run:
 
     def start(self, world_size: int, steps: int, every: int = 1) -> list[Rank]:
         self.port = 29500 + (self.port + 1 - 29500) % 1000 if self.there.namespaces else free_port()
-        words = [
-            PROGRAM,
-            "train",
-            self.url,
-            str(self.stage),
-            self.tier,
-            str(steps),
-            str(every),
-            json.dumps(self.there.options),
-        ]
-        common = {
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_PORT": str(self.port),
-            "TEST_TIMEOUT_S": str(int(self.timeout_s)),
-        }
+        words = [PROGRAM, "train", self.url, str(self.stage), self.tier, str(steps), str(every)]
+        words.append(json.dumps(self.there.options))
+        common = {"WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        common |= {"MASTER_PORT": str(self.port), "TEST_TIMEOUT_S": str(int(self.timeout_s))}
         return [Rank(self.there.start(rank, *words, RANK=str(rank), **common)) for rank in range(world_size)]
 
     def look(self, ranks: list[Rank]) -> None:

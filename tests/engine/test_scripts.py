@@ -94,13 +94,8 @@ def test_a_script_resumes_where_client_sd_says_at_another_world_size(world_size:
             assert verify_checkpoint(saved) == []
             assert saved.record.world_size == world_size
 
-    again = run(
-        "getting_started",
-        *words,
-        write_config(tmp_path, zero[1]),
-        *("--load_dir", str(folder), "--ckpt_id", names[0], "--save_dir", str(tmp_path / "other")),
-        world_size=3 - world_size,
-    )
+    words += [write_config(tmp_path, zero[1]), "--load_dir", str(folder), "--ckpt_id", names[0]]
+    again = run("getting_started", *words, "--save_dir", str(tmp_path / "other"), world_size=3 - world_size)
     assert again.after("resumed at ") == ["4 after 32"]
     assert again.steps() == list(range(4, 12))
     assert again.losses() == pytest.approx(losses[4:], abs=0.02)

@@ -19,14 +19,8 @@ def tokenizer() -> Any:
     names = ["<pad>", "<eos>", "<unk>", *_WORDS]
     made = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-    )
+    marks = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **marks)
 
 
 def texts(samples: int, words: int = 6) -> Any:

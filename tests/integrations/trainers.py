@@ -27,21 +27,10 @@ QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader
 
 def llama(seed: int = 0, **changes: Any) -> nn.Module:
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        **{
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 32,
-            "vocab_size": VOCAB,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 1,
-            **changes,
-        }
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32, "vocab_size": VOCAB}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    config = transformers.LlamaConfig(**(sizes | layers | ends | changes))
     model: nn.Module = transformers.LlamaForCausalLM(config)
     return model
 
@@ -128,10 +117,8 @@ def config(folder: Path | str, device: str = "nvme", stage: int = 3, **changes: 
     Path(folder).mkdir(exist_ok=True)
     offload = {"device": device} | ({"nvme_path": os.fspath(folder)} if device == "nvme" else {})
     if stage < 3:
-        return {
-            **config(folder, device, **changes),
-            "zero_optimization": {"stage": stage, "offload_optimizer": offload},
-        }
+        zero = {"stage": stage, "offload_optimizer": offload}
+        return config(folder, device, **changes) | {"zero_optimization": zero}
     return {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",

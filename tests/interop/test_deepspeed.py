@@ -139,13 +139,8 @@ def test_what_is_not_carried_over_is_named(tmp_path: Path) -> None:
 
 
 def test_numbers_of_a_schedule_that_are_tensors_are_carried_over(tmp_path: Path) -> None:
-    schedule = {
-        "last_epoch": torch.tensor(9),
-        "best": torch.tensor(0.5),
-        "more": torch.ones(2),
-        "warm": True,
-        "step": 3,
-    }
+    tensors = {"last_epoch": torch.tensor(9), "best": torch.tensor(0.5), "more": torch.ones(2)}
+    schedule = {**tensors, "warm": True, "step": 3}
     write(tmp_path, model={"lr_scheduler": schedule})
     with open_source(tmp_path) as source:
         found = source.record.state["engine"]["schedule"]

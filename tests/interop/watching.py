@@ -56,13 +56,10 @@ def grown(module: str, good: Path, out: Path, paths: Sequence[Path], *, opened: 
 
     Those of `opened` are used by `use_opening` instead: their problem is met at the same place, whatever is done with them.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _WATCHED, module, good, out, json.dumps(list(map(str, opened))), *paths],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=os.environ | {"MALLOC_ARENA_MAX": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    words = [module, good, out, json.dumps(list(map(str, opened))), *paths]
+    env = os.environ | {"MALLOC_ARENA_MAX": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _WATCHED, *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
     lines = [line[5:].rsplit(" ", 1) for line in done.stdout.splitlines() if line.startswith("grew ")]
     return {path: int(nbytes) for path, nbytes in lines}
 

@@ -117,13 +117,8 @@ def test_step_1_of_deepspeed_chat_trains_and_saves(world_size: int, words: list[
     chat, folder = EXAMPLES / "applications" / "DeepSpeed-Chat", tmp_path / "opt"
     _tokenizer(folder)
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
     OPTForCausalLM(OPTConfig(vocab_size=320, max_position_embeddings=128, **sizes, **ids)).save_pretrained(folder)
     data = chat / "data"
@@ -133,15 +128,8 @@ def test_step_1_of_deepspeed_chat_trains_and_saves(world_size: int, words: list[
     (data / "eval.json").write_text(json.dumps(rows[:16]))
     said = _run(
         chat / "training" / "step1_supervised_finetuning",
-        *(
-            "main.py",
-            "--data_path",
-            "local/jsonfile",
-            "--data_split",
-            "1,0,0",
-            "--data_output_path",
-            tmp_path / "index",
-        ),
+        *("main.py", "--data_path", "local/jsonfile", "--data_split", "1,0,0"),
+        *("--data_output_path", tmp_path / "index"),
         *("--model_name_or_path", folder, "--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 4),
         *("--max_seq_len", 32, "--num_train_epochs", 2, "--dtype", "bf16", "--output_dir", tmp_path / "out", *words),
         world_size=world_size,

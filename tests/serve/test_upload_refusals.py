@@ -196,24 +196,11 @@ def test_files_that_are_not_asked_for_are_refused(client: Client, tmp_path: Path
     assert client.ask("POST", f"{upload}/plan")[0] == 400  # no documents yet
     assert client.put(upload, A)[0] == 400
     assert client.plan(upload)[0] == 200
-    for file in (
-        "model/a/c.1.0",
-        "zstore.json",
-        "model/zarr.json",
-        "%2e%2e/x",
-        "..%2f..%2fx",
-        "/etc/x",
-        "model/a/c.0.0/x",
-    ):
+    inside = ("model/a/c.1.0", "zstore.json", "model/zarr.json", "model/a/c.0.0/x")
+    for file in (*inside, "%2e%2e/x", "..%2f..%2fx", "/etc/x"):
         assert client.put(upload, file, b"abc")[0] == 404, file
-    for length, place in [
-        (5, "bytes 0-3/9"),
-        (5, "bytes 0-4/*"),
-        (5, "bytes 7-3/41000"),
-        (5, "items 0-4/5"),
-        (5, f"bytes 0-{'9' * 30}/5"),
-    ]:
-        assert client.put(upload, A, bytes(length), **{"Content-Range": place})[0] == 400
+    for place in ("bytes 0-3/9", "bytes 0-4/*", "bytes 7-3/41000", "items 0-4/5", f"bytes 0-{'9' * 30}/5"):
+        assert client.put(upload, A, bytes(5), **{"Content-Range": place})[0] == 400
     size = len(client.data(A))
     assert client.put(upload, A, b"abc", **{"Content-Range": f"bytes 500-502/{size}"})[0] == 409
     assert client.put(upload, A, bytes(9), **{"Content-Range": f"bytes 0-2/{size}"})[0] == 400

@@ -188,13 +188,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("words", [["consolidate"], ["reshard", "--world-size", "3"]], ids=lambda words: words[0])
 def test_nothing_is_left(words: list[str], saved: Path, tmp_path: Path) -> None:
     command, *options = words
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPT, command, str(saved), str(tmp_path / "out"), *options],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    program = [sys.executable, "-c", INTERRUPT, command, str(saved), str(tmp_path / "out"), *options]
+    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode not in (0, 2), done.stderr
     assert "Traceback" not in done.stderr
     left = [path for path in tmp_path.rglob("*") if path.name != "out"]

@@ -180,14 +180,8 @@ def test_what_is_no_checkpoint_is_named(folder: Path, capsys: pytest.CaptureFixt
 
 Array = npt.NDArray[Any]
 
-STATUS = {
-    "buffer/mask": "dtype",
-    "model/b": "removed",
-    "model/long.rows": "values",
-    "model/new": "added",
-    "model/none": "shape",
-    "model/w": "values",
-}
+STATUS = {"buffer/mask": "dtype", "model/b": "removed", "model/long.rows": "values", "model/new": "added"}
+STATUS |= {"model/none": "shape", "model/w": "values"}
 
 
 @pytest.fixture(scope="module")

@@ -160,17 +160,9 @@ CASES.append(pytest.param("consolidate", 2 * MIN_MEMORY_BYTES, id="consolidate-m
 def test_the_peak_stays_below_it(name: str, memory_bytes: int, base: Path, tmp_path: Path) -> None:
     def words(size: str) -> list[str]:
         other = "small" if size == "small" else "other"
-        dcp = base / f"dcp-{size}"
-        places = {
-            "dcp": dcp,
-            "archive": base / f"archive-{size}",
-            "large": base / size,
-            "other": base / other,
-            "deepspeed": base / f"deepspeed-{size}",
-            "hf": base / f"hf-{size}",
-            "url": f"objects://bucket/{size}",
-            "out": tmp_path / size,
-        }
+        places: dict[str, Any] = {kind: base / f"{kind}-{size}" for kind in ("dcp", "archive", "deepspeed", "hf")}
+        places |= {"large": base / size, "other": base / other, "out": tmp_path / size}
+        places["url"] = f"objects://bucket/{size}"
         return [word.format(**places) for word in COMMANDS[name]] + [
             "--memory",
             str(memory_bytes),

@@ -107,15 +107,8 @@ def finish(tmp_path: Path, environment: Mapping[str, str], *words: str) -> tuple
 
 @contextmanager
 def running(tmp_path: Path, environment: Mapping[str, str], *words: str, ranks: int = 2) -> Iterator[Any]:
-    with warm.Popen(
-        [*RUN, *words, "waits.py"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        start_new_session=True,
-    ) as process:
+    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with warm.Popen([*RUN, *words, "waits.py"], env=environment, cwd=tmp_path, **how) as process:
         assert [process.stdout.readline() for _ in range(ranks)] == ["up\n"] * ranks
         yield process
 

@@ -180,14 +180,9 @@ def test_slurm_queues_a_stopped_run_again_until_it_is_done(tmp_path: Path) -> No
     for name, program in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(f"#!{sys.executable}\n{program}")
         (tmp_path / name).chmod(0o700)
-    variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "TEST_FOLDER": str(tmp_path),
-        "SLURM_NTASKS": "2",
-        "SLURM_TASKS_PER_NODE": "2(x1)",
-        "SLURM_JOB_NODELIST": "node1",
-        "SLURM_JOB_ID": "7",
-    }
+    slurm = {"NTASKS": "2", "TASKS_PER_NODE": "2(x1)", "JOB_NODELIST": "node1", "JOB_ID": "7"}
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TEST_FOLDER": str(tmp_path)}
+    variables |= {f"SLURM_{name}": value for name, value in slurm.items()}
 
     def submit(code: str, restarts: int = 0) -> subprocess.Popen[str]:
         own = os.environ | variables | {"SLURM_RESTART_COUNT": str(restarts)}
