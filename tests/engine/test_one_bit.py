@@ -169,10 +169,8 @@ def zero_one_by_numbers(steps: int, phases: list[Phase], frozen: int, decay: flo
     for step, (gradient, phase) in enumerate(zip(gradients(steps), phases, strict=True), 1):
         gained, start = [(1 - BETA1) * g for g in gradient.tolist()], 1 - BETA1**step
         if phase == "exact":
-            variance, seen = (
-                [BETA2 * v + (1 - BETA2) * g * g for v, g in zip(variance, gradient.tolist(), strict=True)],
-                seen + 1,
-            )
+            seen += 1
+            variance = [BETA2 * v + (1 - BETA2) * g * g for v, g in zip(variance, gradient.tolist(), strict=True)]
         divisor = [math.sqrt(v / (1 - BETA2**seen)) + EPS for v in variance]
         if step <= frozen:
             gained = send.numbers(gained) if phase == "compressed" else gained

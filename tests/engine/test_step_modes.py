@@ -19,19 +19,7 @@ import zstore
 from tests import warm
 from tests.engine.bits import SPILLS, Case, Model, compare, engine_digests
 from tests.engine.runs import start, state_of
-from tests.engine.step_modes import (
-    WIDTH,
-    Branches,
-    config,
-    data,
-    expected,
-    held,
-    make_model,
-    opening,
-    plain,
-    say,
-    step,
-)
+from tests.engine.step_modes import WIDTH, Branches, config, data, expected, held, make_model, opening, plain, say, step
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
 from zstore.engine.optim import update

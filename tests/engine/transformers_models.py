@@ -45,12 +45,8 @@ def _speech(generator: torch.Generator) -> Batch:
     return {"input_features": features, "labels": torch.randint(2, VOCAB, (SAMPLES, 6), generator=generator)}
 
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-}
+_SIZES: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+_SIZES |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 _ENDS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": EOS, "eos_token_id": EOS}
 _LLAMA = _SIZES | _ENDS | {"num_key_value_heads": 1, "max_position_embeddings": 32}
 

@@ -35,7 +35,7 @@ _MODELS = {
     "timers.throughput": "utils.config:DeepSpeedThroughputTimerConfig",
 }
 _OBJECTS = {
-    "activation_checkpointing": "runtime.activation_checkpointing.config:DeepSpeedActivationCheckpointingConfig",
+    "activation_checkpointing": "runtime.activation_checkpointing.config:DeepSpeedActivationCheckpointingConfig"
 }
 """Sections that DeepSpeed reads into attributes of an object, one for each key."""
 _TOP = {

@@ -33,14 +33,8 @@ TAG = "step-00000001"
 DOCUMENT: dict[str, Any] = make_app(Settings(roots=(Root.parse("."),))).openapi()
 ROUTES = [(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods]
 OPEN = {"/healthz", "/api"}
-IN_PATHS = {
-    "run": "one",
-    "checkpoint": TAG,
-    "path": f"{TAG}/zarr.json",
-    "upload": "0" * 32,
-    "run_id": "abc",
-    "file": "config.json",
-}
+IN_PATHS = {"run": "one", "checkpoint": TAG, "path": f"{TAG}/zarr.json"}
+IN_PATHS |= {"upload": "0" * 32, "run_id": "abc", "file": "config.json"}
 
 
 def url_of(path: str) -> str:

@@ -21,22 +21,10 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 def need(
-    shape: tuple[int, ...],
-    *,
-    world: int = 1,
-    rank: int = 0,
-    dtype: str = "bfloat16",
-    slots: tuple[str, ...] | None = SLOTS,
-    gathered: bool = False,
+    shape: Any, *, world: int = 1, rank: int = 0, dtype: str = "bfloat16", slots: Any = SLOTS, gathered: bool = False
 ) -> Need:
-    return Need(
-        grid=make_grid(shape, world),
-        shard=rank,
-        dtype=dtype,
-        gradient_dtype=dtype,
-        slots=slots,
-        stays_gathered=gathered,
-    )
+    types = {"dtype": dtype, "gradient_dtype": dtype}
+    return Need(grid=make_grid(shape, world), shard=rank, slots=slots, stays_gathered=gathered, **types)
 
 
 def rests(plan: Plan) -> list[tuple[str, str, str]]:
