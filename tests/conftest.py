@@ -35,14 +35,8 @@ ranks.PRELOADED.insert(0, "tests.forked")
 # What many ranks import, too: seconds in each of them that reads a model of transformers.
 ranks.PRELOADED += ["pytest", "hypothesis", "transformers.models.gpt_neo.modeling_gpt_neo", "tests.warm"]
 # What one rank or process after the other would import: together half a second of each launcher or command.
-ranks.PRELOADED += [
-    "torch.distributed.run",
-    "zstore.tools.cli",
-    "zstore.tools.sample",
-    "zstore.tools.train",
-    "tests.engine.runs",
-    "tests.loaded",
-]
+ranks.PRELOADED += ["torch.distributed.run", *(f"zstore.tools.{name}" for name in ("cli", "sample", "train"))]
+ranks.PRELOADED += ["tests.engine.runs", "tests.loaded"]
 ranks.PRELOADED += ["zstore.serve.app"]  # what uploads lose by kills
 
 

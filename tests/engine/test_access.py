@@ -297,16 +297,10 @@ def _check_gradient(engine: Engine, weight: nn.Parameter) -> None:
     assert same(safe_access.safe_get_full_grad(weight), expected)
 
 
+_ANYWHERE = [check_training_in_a_block, check_refusals, check_state_dicts]
 CHECKS: dict[int, list[Callable[[Run], None]]] = {
-    1: [check_reading, check_setting, check_training_in_a_block, check_refusals, check_state_dicts],
-    2: [
-        check_reading,
-        check_gathered_changes,
-        check_training_in_a_block,
-        check_refusals,
-        check_state_dicts,
-        check_deepspeeds_names,
-    ],
+    1: [check_reading, check_setting, *_ANYWHERE],
+    2: [check_reading, check_gathered_changes, *_ANYWHERE, check_deepspeeds_names],
     3: [check_setting],
 }
 

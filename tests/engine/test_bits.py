@@ -74,6 +74,8 @@ def typed(
     return Case(stage, tiers[0], precision, accumulation, clip, **given, **more)
 
 
+NARROW = {"stage3_max_live_parameters": 100_000, "stage3_max_reuse_distance": 50_000}
+NARROW |= {"stage3_prefetch_bucket_size": 10_000}
 WRITTEN = {
     "parameters anywhere, under each key": [
         of_stage_3("none", "cpu", "bf16", 3, 0.0, overlap="backward", keys={"stage3_prefetch_bucket_size": 0}),
@@ -81,20 +83,7 @@ WRITTEN = {
         of_stage_3(
             "cpu", "nvme", "fp32", 1, 0.25, 40_000, overlap="backward", keys={"stage3_max_reuse_distance": 10**9}
         ),
-        of_stage_3(
-            "nvme",
-            "cpu",
-            "fp16",
-            3,
-            0.0,
-            threshold=1000,
-            overlap="forward",
-            keys={
-                "stage3_max_live_parameters": 100_000,
-                "stage3_max_reuse_distance": 50_000,
-                "stage3_prefetch_bucket_size": 10_000,
-            },
-        ),
+        of_stage_3("nvme", "cpu", "fp16", 3, 0.0, threshold=1000, overlap="forward", keys=NARROW),
         of_stage_3(
             "nvme", "nvme", "bf16", 3, 0.0, overlap="backward", keys={"stage3_model_persistence_threshold": 300}
         ),

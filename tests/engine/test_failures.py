@@ -172,15 +172,9 @@ def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: st
     port = free_port()
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parents[2])}
-    ranks = [
-        warm.Popen(
-            [sys.executable, "-c", LOOP, str(failing), what],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    command = [sys.executable, "-c", LOOP, str(failing), what]
+    envs = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [warm.Popen(command, env=each, stderr=subprocess.PIPE, text=True) for each in envs]
     try:
         errors = [process.communicate(timeout=200)[1] for process in ranks]
     finally:

@@ -1,5 +1,6 @@
 """fp16's loss scale, steps that are skipped, and inputs that are cast."""
 
+import json
 import tempfile
 from collections import namedtuple
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 import zstore
 from tests.engine.models import batch, make_net
 from tests.engine.runs import ADAM, make_config, start, state_of
+from tests.engine.schedule_cases import DATA
 from zstore.engine import Engine
 from zstore.engine.config.sections import Fp16Section
 from zstore.engine.optim.optimizer import LossScaler
@@ -24,32 +26,7 @@ def rules(**changes: Any) -> Fp16Section:
 
 
 # A step without overflow is a point, one with it an X; the scale after each as DeepSpeed 0.19.8 gives it, E: an error.
-TRACES: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"initial_scale_power": 4, "loss_scale_window": 4, "hysteresis": 2},
-        ".....X.X....X.....",
-        "16 16 16 16 32 32 32 16 16 16 16 16 8 8 8 8 8 16",
-    ),
-    (
-        {"initial_scale_power": 4, "loss_scale_window": 4, "hysteresis": 2, "consecutive_hysteresis": True},
-        ".....X.X....XX.....",
-        "16 16 16 16 32 32 32 32 32 32 32 32 32 16 16 16 16 16 32",
-    ),
-    ({"initial_scale_power": 3, "loss_scale_window": 1}, "...X..X.XX...", "8 16 32 16 16 32 16 16 8 4 4 8 16"),
-    ({"initial_scale_power": 2, "hysteresis": 3, "min_loss_scale": 0.5}, "XXXX.XX", "4 4 2 1 1 0.5 E"),
-    (
-        {"initial_scale_power": 2, "loss_scale_window": 3, "hysteresis": 3, "consecutive_hysteresis": True},
-        "XX.XX.XXX.......X...",
-        "4 4 4 4 4 4 4 4 2 2 2 2 4 4 4 8 8 8 8 8",
-    ),
-    (
-        {"initial_scale_power": 3, "min_loss_scale": 2.0, "raise_error_at_min_scale": False},
-        "XXXX...X.....X",
-        "4 2 2 2 2 2 4 2 2 2 4 4 8 4",
-    ),
-    ({"initial_scale_power": 2, "loss_scale_window": 1000, "hysteresis": 2}, "XXXX", "4 2 1 E"),
-    ({"initial_scale_power": 1, "min_loss_scale": 8.0}, "X..X", "8 8 8 E"),
-]
+TRACES = json.loads((DATA / "loss_scales.json").read_text())
 
 
 def scales(scaler: LossScaler, trace: str) -> list[str]:

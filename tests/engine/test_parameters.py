@@ -297,21 +297,13 @@ def _start_groups(
     config: Any = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "zero_optimization": {"stage": 2}}
     if way == "config":
         config["optimizer"] = {"type": kind.__name__, "params": arguments}
+    shared: dict[str, Any] = {"model": model, "lr_scheduler": lr_scheduler, "config": config}
     if way == "callable":
-        return initialize_as_deepspeed(
-            model=model,
-            optimizer=lambda params: kind(params, **arguments),
-            model_parameters=given(model),
-            lr_scheduler=lr_scheduler,
-            config=config,
-        )[0]
-    return zstore.initialize(
-        model=model,
-        optimizer=kind(given(model), **arguments) if way == "object" else None,
-        model_parameters=given(model) if way == "config" else None,
-        lr_scheduler=lr_scheduler,
-        config=config,
-    )[0]
+        make = lambda params: kind(params, **arguments)  # noqa: E731
+        return initialize_as_deepspeed(optimizer=make, model_parameters=given(model), **shared)[0]
+    optimizer = kind(given(model), **arguments) if way == "object" else None
+    parameters = given(model) if way == "config" else None
+    return zstore.initialize(optimizer=optimizer, model_parameters=parameters, **shared)[0]
 
 
 def _seen(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -72,13 +71,8 @@ class Rank:
         if world_size > 1:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
             environment |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        self.process = warm.Popen(
-            [sys.executable, "-c", SCRIPT, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-        )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), warm.PIPE)
+        self.process = warm.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment, **pipes)
 
     def expect(self, word: str) -> None:
         line = self.process.stdout.readline().decode()

@@ -74,28 +74,16 @@ def test_losses_norms_and_weights_are_those_of_the_plain_trainer(tmp_path: Path,
     run_ranks(_beside, world_size, os.fspath(tmp_path), world_size)
 
 
-STEPS = {
-    "max_steps": 6,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 1,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "save_total_limit": 2,
-}
+SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+STEPS = SAVES | {"max_steps": 6, "lr_scheduler_type": "cosine", "warmup_steps": 1}
 
 
 def _saved(rank: int, folder: str, stage: int, device: str) -> list[float]:
     open_door()
     place = Path(folder)
     ds = config(place / "nvme", device, stage, checkpoint={"writer": {"decoupled": True}})
-    whole = train(
-        place / "whole",
-        ds,
-        **STEPS,
-        train_dataset=Texts(16),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-    )
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    whole = train(place / "whole", ds, **STEPS, train_dataset=Texts(16), **sizes)
     whole.accelerator.free_memory()
     return history(whole, "loss")
 

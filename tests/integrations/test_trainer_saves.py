@@ -94,13 +94,8 @@ def test_a_save_that_fails_keeps_the_older_checkpoint(tmp_path: Path, caplog: py
         engine.close()
 
 
-STEPS = {
-    "max_steps": 8,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "save_total_limit": 1,
-    "lr_scheduler_type": "cosine",
-}
+SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+STEPS = SAVES | {"max_steps": 8, "lr_scheduler_type": "cosine"}
 
 
 def newest(folder: Path) -> str | None:

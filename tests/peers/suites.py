@@ -22,15 +22,15 @@ class Suite:
 
     name: str
     repository: str
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ("deepspeed",)
     """The package that is tested, and those that its tests import besides."""
     fetched: tuple[str, ...]
     """Folders of the repository to fetch."""
-    folder: str
+    folder: str = ""
     """Where pytest runs, in the repository."""
-    plugin: str
+    plugin: str = "standing_in"
     """Puts zstore in place when the variable STANDS_IN is set; takes marks off that ask for a GPU."""
-    share: float
+    share: float = 0.95
     """Least share of tests that pass, of those that count; bench/results has the figures."""
     ini: str = "pytest.ini"
     """The project's settings for pytest, within `folder`; made empty if there is none."""
@@ -73,10 +73,8 @@ SUITES = (
     Suite(
         name="deepspeed",
         repository="deepspeedai/DeepSpeed",
-        needs=("deepspeed",),
         fetched=("tests/unit",),
         folder="tests",
-        plugin="standing_in",
         share=0.96,
         variables={
             **_OF_DEEPSPEED,
@@ -90,21 +88,13 @@ SUITES = (
     Suite(
         name="accelerate",
         repository="huggingface/accelerate",
-        needs=("deepspeed",),
         fetched=("tests/deepspeed",),
-        folder="",
-        plugin="standing_in",
-        share=0.95,
         variables={**_OF_DEEPSPEED, "PYTEST_ADDOPTS": _TIMEOUT, "UNMARKED": "accelerate"},
     ),
     Suite(
         name="transformers_deepspeed",
         repository="huggingface/transformers",
-        needs=("deepspeed",),
         fetched=("tests/deepspeed", "tests/trainer", "tests/fixtures"),
-        folder="",
-        plugin="standing_in",
-        share=0.95,
         ini="pyproject.toml",
         variables={**_OF_DEEPSPEED, "PYTEST_ADDOPTS": _TIMEOUT, "UNMARKED": "transformers"},
     ),
@@ -115,7 +105,6 @@ SUITES = (
         fetched=("test/distributed/checkpoint",),
         folder="test",
         plugin="replacing_dcp",
-        share=0.95,
         variables={"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": _TIMEOUT},
     ),
     Suite(
@@ -123,7 +112,6 @@ SUITES = (
         repository="Lightning-AI/pytorch-lightning",
         needs=("lightning", "jsonargparse"),
         fetched=("tests",),
-        folder="",
         plugin="replacing_lightning",
         share=0.64,
         ini="pyproject.toml",

@@ -184,25 +184,13 @@ def train(run: SampleRun, *, steps: tuple[int, ...] = SAVE_STEPS, first_process_
             journal.at += 30
             journal.step = steps[number - 1]
             journal.start(run.run_id)
-            journal.write(
-                "load",
-                step=journal.step,
-                tag=step_tag(journal.step),
-                location=str(run.folder),
-                elapsed_s=0.2,
-                read_bytes=4096,
-            )
+            cost = {"elapsed_s": 0.2, "read_bytes": 4096}
+            journal.write("load", step=journal.step, tag=step_tag(journal.step), location=str(run.folder), **cost)
         journal.steps(step - journal.step)
         run.save()
         journal.saved(run.folder, linked_bytes=2**20, written_bytes=2**19)
-    journal.write(
-        "save",
-        step=journal.step,
-        tag="by-hand",
-        location=str(run.folder),
-        state="failed",
-        problem="<b>no space left</b>",
-    )
+    failed = {"state": "failed", "problem": "<b>no space left</b>"}
+    journal.write("save", step=journal.step, tag="by-hand", location=str(run.folder), **failed)
 
 
 def leave_behind(folder: Path) -> None:

@@ -20,17 +20,9 @@ from zstore.tools import cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(
-    [
-        ROOT / "README.md",
-        ROOT / "README.ko.md",
-        ROOT / "SECURITY.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "CHANGELOG.md",
-        *DOCS.rglob("*.md"),
-        *ROOT.glob("bench/results/*.md"),
-    ]
-)
+AT_THE_TOP = ("README", "README.ko", "SECURITY", "CONTRIBUTING", "CHANGELOG")
+PAGES = [*(ROOT / f"{name}.md" for name in AT_THE_TOP), *DOCS.rglob("*.md"), *ROOT.glob("bench/results/*.md")]
+PAGES.sort()
 
 
 FENCE = re.MULTILINE | re.DOTALL

@@ -98,17 +98,8 @@ def test_a_few_steps_learn_a_text_by_heart_and_generate_it() -> None:
     assert bytes(out[0].tolist()) == text
 
 
-NEO = {
-    "model_type": "gpt_neo",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "attention_types": [[["global"], 2]],
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
+SIZES = {"vocab_size": 300, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 64}
+NEO = SIZES | {"model_type": "gpt_neo", "attention_types": [[["global"], 2]], "bos_token_id": 1, "eos_token_id": 1}
 
 
 def write_config(folder: Path, **changes: object) -> Path:

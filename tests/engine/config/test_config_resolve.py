@@ -16,20 +16,10 @@ from zstore.engine.plan.plan import store_options
 from zstore.errors import ConfigError, UsageError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
-CALLER = ResolveContext(
-    world_size=2,
-    hidden_size=64,
-    native=("bf16",),
-    answers={
-        "optimizer.params.lr": 2e-4,
-        "optimizer.params.betas": (0.8, 0.9),
-        "optimizer.params.eps": 1e-6,
-        "optimizer.params.weight_decay": 0.1,
-        "scheduler.params.warmup_min_lr": 0.0,
-        "scheduler.params.warmup_num_steps": 7,
-        "train_micro_batch_size_per_gpu": 3,
-    },
-)
+_ADAM: dict[str, Any] = {"lr": 2e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+_ANSWERS = {f"optimizer.params.{name}": value for name, value in _ADAM.items()} | {"train_micro_batch_size_per_gpu": 3}
+_ANSWERS |= {"scheduler.params.warmup_min_lr": 0.0, "scheduler.params.warmup_num_steps": 7}
+CALLER = ResolveContext(world_size=2, hidden_size=64, native=("bf16",), answers=_ANSWERS)
 SMALL = st.integers(1, 40)
 _PLAIN = {"amsgrad": False, "maximize": False}
 
