@@ -55,9 +55,9 @@ LIMITS = {
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_438),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_042),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_095),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 43_857),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_498),
-    "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_003),
+    "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_000),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
         19_528,
