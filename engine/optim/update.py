@@ -202,7 +202,8 @@ class Update:
         """Start updating `records` in the background, but those that the backward has updated; takes ownership of their
         gradients now. `records` are the same on all ranks, which agree on the outcome later unless there are none."""
         rest = self._not_begun(records)
-        self.tickets.forget()
+        if self.is_in_backward:
+            self.tickets.forget()
         self.phase = UpdatePhase.IDLE
         if not records:
             return
