@@ -1,6 +1,6 @@
 """The `zstore` command: its subcommands, exit codes and errors. Each command is a module of its own.
 
-Exit codes: 0 done, 1 failed or found something, 2 wrong usage. Data goes to stdout, everything else to stderr. A command's
+Exit codes: 0 done, 1 failed or found something, 2 invalid usage. Data goes to stdout, everything else to stderr. A command's
 module is imported when the command is run, so that `zstore inspect` starts without torch, and `zstore --help` without numpy.
 """
 

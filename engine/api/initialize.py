@@ -97,7 +97,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     show_messages()
     register_parts()
     answers = read_answers(auto)
-    loaded = load_config(config_source(args, config, config_params)).answered(answers)
+    loaded = load_config(config_source(args, config, config_params)).with_answers(answers)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
     frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler)

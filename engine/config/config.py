@@ -22,7 +22,7 @@ from zstore.io import user_path
 from .keys import Notice, Status, problem_text
 from .optimizers import OPTIMIZERS, Moments, OptimizerParams
 from .parse import load_jsonc, parse
-from .resolve import BatchSizes, ResolveContext, answered, resolve_settings
+from .resolve import BatchSizes, ResolveContext, resolve_settings, with_answers
 from .sections import ConfigSections, Fp16Section, OffloadSection, ZeroSection, ZstoreSection
 from .values import show
 
@@ -55,9 +55,9 @@ class Config:
             keys.setdefault(notice.message, []).append(notice.key)
         return [f"{', '.join(names)}: {message}" for message, names in keys.items()]
 
-    def answered(self, answers: Mapping[str, Any]) -> "Config":
+    def with_answers(self, answers: Mapping[str, Any]) -> "Config":
         """Return this config with `answers`, by dotted key, in place of "auto"; batch sizes wait for `resolve`."""
-        return replace(self, settings=answered(self.settings, answers))
+        return replace(self, settings=with_answers(self.settings, answers))
 
     def resolve(self, context: ResolveContext) -> "Config":
         """Return this config with every "auto" and the batch sizes filled in from `context`.

@@ -31,7 +31,7 @@ class ResolveContext:
     client_optimizer: bool = False
     """An optimizer was passed, which replaces the config's section."""
     optimizer_name: str = ""
-    """Name of its class, if its steps need whole tensors, which ranks exchange."""
+    """Class name of the optimizer, set only if it needs whole tensors (exchanged between ranks)."""
     client_scheduler: bool = False
     """A scheduler was passed, which replaces the config's section."""
     frozen: bool = False
@@ -52,7 +52,7 @@ class BatchSizes:
     """Micro-batches of one step on one rank."""
 
     def of_train_batch_size(self, train_batch_size: int, world_size: int) -> Self:
-        """Return the sizes for that many samples per step, in more or fewer micro-batches. Raises UsageError if that is
+        """Return sizes for `train_batch_size`, adjusting the accumulation steps. Raises UsageError if that is
         impossible."""
         round_size = self.micro_batch_size * world_size
         if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % round_size:
@@ -67,7 +67,7 @@ class BatchSizes:
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:
     """Return the three batch sizes from those given; accumulation is 1 if it is neither given nor derived.
 
-    Raises ValueError if they contradict or do not divide, and, with a proposal, if none is given.
+    Raises ValueError if they are inconsistent or do not divide evenly, or (with a suggestion) if none is given.
     """
     if train is None:
         if micro is None:
@@ -106,7 +106,7 @@ def _divide(train: int, given: str, number: int, world_size: int) -> int:
 
 
 def _batch(settings: ConfigSections, context: ResolveContext) -> BatchSizes:
-    """Return the batch sizes of the config, with the caller's for those that are "auto", and for all if it has none."""
+    """Return the batch sizes of the config, with the caller's values for "auto", or for all three if it has none."""
     if settings.batch_section is not None and not context.frozen:
         sizes = getattr(settings, settings.batch_section).sizes_at(context.world_size)
         return BatchSizes(train_batch_size=sizes[0], micro_batch_size=sizes[1], accumulation_steps=sizes[2])
@@ -132,8 +132,8 @@ def open_keys(settings: ConfigSections) -> dict[str, FieldInfo]:
 
 
 def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, bool]:
-    """Return which 16-bit type is on: of those that are "auto" the first that the device computes natively, bf16 before fp16;
-    none if the config sets the other one."""
+    """Return which 16-bit type is on: among those set to "auto", the first that the device supports natively,
+    preferring bf16; none if the config sets the other one."""
     bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
     if bf16 == "auto":
         bf16 = "bf16" in context.native and fp16 is not True
@@ -146,23 +146,23 @@ def precision_note(
     settings: ConfigSections, chosen: str, native: Collection[str], device: str
 ) -> tuple[int, str] | None:
     """Return level and text of a log line about the precision of a config: the choice of "auto" with the reason, or a warning
-    of a type that the device ("CPU" or "GPU") has no instructions for."""
+    about a type that the device ("CPU" or "GPU") has no instructions for."""
     switches = {"bf16": settings.bf16.enabled, "fp16": settings.fp16.enabled}
     if True in switches.values():
         if chosen in native:
             return None
         return logging.WARNING, (
-            f"config: {chosen}.enabled: this {device} has no fast {chosen}, so that matrix products are many times slower than "
-            f'in fp32; write "{chosen}": {{"enabled": "auto"}}, which takes it only where it is fast, or false'
+            f"config: {chosen}.enabled: this {device} has no fast {chosen}, so matrix products are many times slower than "
+            f'in fp32; write "{chosen}": {{"enabled": "auto"}}, which enables it only where it is fast, or false'
         )
     asked = " or ".join(name for name, switch in switches.items() if switch == "auto")
     reason = f"has no fast {asked}" if chosen == "fp32" else f"computes {chosen} natively"
-    return (logging.INFO, f'precision: "auto" takes {chosen}, since this {device} {reason}') if asked else None
+    return (logging.INFO, f'precision: "auto" selects {chosen}, since this {device} {reason}') if asked else None
 
 
 def stand_ins(settings: ConfigSections) -> dict[str, Any]:
-    """Return 1 for an open batch size and for each "auto" without a default, in place of the answers of a training script, so
-    that the other keys of a config can be checked."""
+    """Return 1 for a missing batch size and for each "auto" without a default, in place of the answers of a training
+    script, so that the other keys of a config can be checked."""
     found: dict[str, Any] = {key: 1 for key, field in open_keys(settings).items() if field.is_required()}
     sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
     if all(size in (None, "auto") for size in sizes) and settings.batch_section is None:
@@ -180,8 +180,8 @@ def resolve_settings(
     """Return `settings` with each "auto" and the batch sizes filled in: by the caller's answer, else from the model and other
     keys, else by the key's default.
 
-    Also return the problems: keys that cannot be filled in, or contradict (then the settings are meaningless); and the keys
-    that got their default.
+    Also return the problems: keys that cannot be filled in, or conflict (then the settings are meaningless); and the
+    keys that got their default.
     """
     if context.client_optimizer or context.frozen:
         settings = settings.model_copy(update={"optimizer": None})
@@ -195,27 +195,27 @@ def resolve_settings(
         values.update(zip(BATCH_KEYS, numbers, strict=True))
     except ValueError as error:
         problems.append(str(error))
-    settings = answered(settings, context.answers)
+    settings = with_answers(settings, context.answers)
     values |= _precision(settings, context)
     if values["bf16.enabled"] and values["fp16.enabled"]:
         problems.append(
-            'fp16.enabled and bf16.enabled: both are true with the answers to "auto"; answer one with false'
+            'fp16.enabled and bf16.enabled: both are true with the answers to "auto"; set one of them to false'
         )
     size, world_size = settings.zero_optimization.zero_hpz_partition_size, context.world_size
     if size > 1 and world_size % size:
         fits = [str(number) for number in range(2, world_size + 1) if world_size % number == 0]
-        advice = f"take {' or '.join(fits)}, or leave it out" if fits else "leave it out"
+        advice = f"use {' or '.join(fits)}, or leave it out" if fits else "leave it out"
         problems.append(
             f"zero_optimization.zero_hpz_partition_size {size} does not divide the world size {world_size}; {advice}"
         )
     derived, defaults, missing = _fill(settings, context.hidden_size)
-    return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
+    return _with_values(settings, values | derived | defaults), (*problems, *missing), defaults
 
 
-def answered(settings: ConfigSections, answers: Mapping[str, Any]) -> ConfigSections:
+def with_answers(settings: ConfigSections, answers: Mapping[str, Any]) -> ConfigSections:
     """Return `settings` with the answers in place of "auto", except for batch sizes."""
     keys = open_keys(settings).keys() - BATCH_KEYS
-    return _replaced(settings, {key: answers[key] for key in keys & answers.keys()})
+    return _with_values(settings, {key: answers[key] for key in keys & answers.keys()})
 
 
 def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -247,7 +247,7 @@ def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, 
     return derived, defaults, missing
 
 
-def _replaced(section: S, values: Mapping[str, Any]) -> S:
+def _with_values(section: S, values: Mapping[str, Any]) -> S:
     """Return a copy of `section` with the values at these dotted paths."""
     update: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
@@ -257,7 +257,7 @@ def _replaced(section: S, values: Mapping[str, Any]) -> S:
             inner.setdefault(name, {})[rest] = value
         else:
             update[name] = value
-    update |= {name: _replaced(getattr(section, name), below) for name, below in inner.items()}
+    update |= {name: _with_values(getattr(section, name), below) for name, below in inner.items()}
     return section.model_copy(update=update)
 
 
@@ -267,7 +267,7 @@ _SOURCE = "initialize(auto=...)"
 @cache
 def _answerable() -> Mapping[str, tuple[str, Any]]:
     """Return, by each spelling of a dotted key, the schema's spelling and the type of answers: None for a key that cannot be
-    "auto", Section for a section. Of several variants of a section any one counts."""
+    "auto", Section for a section. If a section has several variants, any of them may match."""
     found: dict[str, tuple[str, Any]] = {}
     for written, key, info in spelled_keys(ConfigSections):
         kind = Section if section_of(info) else answer_type(info)
@@ -279,8 +279,8 @@ def _answerable() -> Mapping[str, tuple[str, Any]]:
 def read_answers(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the answers in `given` as {dotted key: typed value}.
 
-    Keys are dotted paths in any spelling, or nested as in a config, or both; None is no answer. Raises ConfigError with every
-    key that is unknown or cannot be "auto", and every wrong value.
+    Keys are dotted paths in any spelling, or nested as in a config, or both; None means no answer. Raises ConfigError
+    with every key that is unknown or cannot be "auto", and every wrong value.
     """
     if given is None:
         return {}
@@ -319,7 +319,5 @@ def _read(written: str, value: object) -> tuple[str, Any]:
     if kind is Section:
         raise ValueError(f"expected an object with keys of that section, got {show(value)}")
     if kind is None:
-        raise ValueError(
-            'a config cannot leave this key "auto", so there is nothing to answer; write it into the config'
-        )
+        raise ValueError('this key cannot be "auto"; set it in the config')
     return key, check(kind, value)

@@ -3,20 +3,20 @@
 [Note: step modes]
 none      `step()` takes the norm and updates everything before it returns.
 forward   `step()` takes the norm and fixes the step's settings: skipped or not, learning rates, step counts. Resident
-          parameters, which a plain read reaches, are updated in it; all others in the background, in order, while the loop
-          goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for the
-          remaining ones, and so does every call that reads the state. A save takes each array as its update is done.
-backward  An update in the last backward of a step changes each parameter once its gradient is final, as far as it comes by
-          the end of that backward; `step()` goes on with the others as in `forward`. It cannot be undone: clipping and
-          loss scaling are not possible, and a gradient that is not finite leaves a state that must be loaded again.
-All give the same bits, by the same `Changes`, begun at other times. An error is raised, with the number of its step, in every
-call that waits for the update, and the state is torn from then on. docs/design/0005-step.md lists failures and consequences.
+          parameters, which code can read without a hook, are updated inside `step()`; all others in the background, in order,
+          while the loop continues. Gathering a parameter waits for its update, in evaluation too. The next backward waits for
+          the remaining ones, and so does every call that reads the state. A save picks up each array once it is updated.
+backward  An update in the last backward of a step changes each parameter once its gradient is final, as far as it gets by
+          the end of that backward; `step()` continues with the rest as in `forward`. It cannot be undone: clipping and loss
+          scaling are not possible, and a gradient that is not finite leaves the state unusable until a checkpoint is loaded.
+All modes are bit-identical: they run the same `Changes`, only at different times. An error is raised, with its step's number,
+in every call that waits for the update, and the state is torn from then on. docs/design/0005-step.md lists all failures.
 
 [Note: which state is whole]
-The state is torn, neither trained nor saved until a load replaces it, after an error in a block of `changing` (an update in
-`step()`, a caller's write, a load) and after one of an update in the background: on the other ranks as soon as they agree on
-its end. A backward that fails, or a `step()` before its update, leaves the state of the step before, unless an update in the
-backward runs: torn, if that changed anything on any rank, and in `step()` always.
+The state becomes torn (not trained or saved until a load replaces it) after an error inside `changing` (an update in
+`step()`, a caller's write, a load) and after one of an update in the background: on other ranks, once they have agreed
+on its outcome. A backward that fails, or a `step()` before its update, leaves the state of the step before, unless an
+update was running in the backward: then the state is torn if it changed anything on any rank, and always in `step()`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from .tickets import TORN, ReadGuard, Tickets, TicketState
 _log = logging.getLogger("zstore")
 
 MIN_WAITING_BYTES = 32 * 1024 * 1024
-"""Bytes of gradients, of those that are not held, that may wait for their update in the backward whatever a unit's size."""
+"""Bytes of pending (not held) gradients always allowed in a backward, regardless of unit size."""
 _UNITS_WAITING = 2
-"""Gradients of this many largest units may be pending, if that is more."""
+"""Or this many times the gradients of the largest unit, if that is more."""
 
 
 class StepMode(Enum):
@@ -71,9 +71,9 @@ class UpdatePhase(Enum):
     IDLE = "idle"
     """Nothing."""
     IN_BACKWARD = "in backward"
-    """It updates parameters whose gradients are final; `step()` ends that."""
+    """It updates parameters whose gradients are final, until `step()` ends the phase."""
     IN_BACKGROUND = "in background"
-    """It finishes the last step, or has; who knows how that ended is in `Update.agree`."""
+    """It is finishing, or has finished, the last step; see `Update.agree` for how ranks learn the outcome."""
 
 
 class Update:
@@ -98,12 +98,12 @@ class Update:
         """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
         self.phase = UpdatePhase.IDLE
         self._is_agreed = True
-        """Whether the ranks have exchanged the outcome of the last update in the background: in the next backward at last."""
+        """Whether the ranks have exchanged the last background update's outcome (in the next backward at the latest)."""
         self._settings: StepSettings | None = None
-        """Those of the last update in a backward."""
+        """Settings of the last update run in a backward."""
         self.tickets = Tickets(state)
         self._partial = False
-        """Whether a block of `changing`, or an abandoned update, has left a part of the state changed."""
+        """Whether a block of `changing`, or an abandoned update, has left the state partly modified."""
         self._fetcher = fetcher
         self._workers: Workers | None = None
         self._running: Ticket[None] | None = None
@@ -121,7 +121,7 @@ class Update:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether an update has begun in a backward that `step()` has not ended."""
+        """Whether an update started in a backward has not yet been completed by `step()`."""
         return self.phase is UpdatePhase.IN_BACKWARD
 
     @property
@@ -144,7 +144,7 @@ class Update:
 
     def split_by_mode(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
         """Return the records with a gradient that are updated in `step()`, and those in the background: the same on all
-        ranks, without regard to what a backward has updated."""
+        ranks, regardless of what a backward has updated."""
         records = self._gradients.having(self.state.scalars)
 
         def divide() -> tuple[list[ParameterRecord], list[ParameterRecord]]:
@@ -161,7 +161,7 @@ class Update:
         return [one for one in records if (ticket := self.tickets.of.get(one)) is None or not ticket.is_begun]
 
     def read_ahead(self) -> None:
-        """Begin to read from disk the first of the records that are updated next, unless a backward has updated some."""
+        """Start prefetching from disk the state of the next records, unless a backward has already updated some."""
         # Holds pool buffers: nothing may block on the pool until the update runs.
         now, later = self.split_by_mode() if self.stepper is None and not self.is_in_backward else ([], [])
         if now or later:
@@ -175,7 +175,7 @@ class Update:
         self._ahead = None
 
     def run(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
-        """Update `records` synchronously, but those that the backward has updated, once its update has ended.
+        """Wait for an update in the backward, then synchronously update all other `records`.
 
         Raises UsageError if the settings differ from those that the update in the backward began with.
         """
@@ -199,11 +199,11 @@ class Update:
         changes.note_scalars([*begun, *rest])
 
     def start_async(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
-        """Start updating `records` in the background, but those that the backward has updated; takes ownership of their
+        """Start updating `records` in the background, except those that the backward has updated; takes ownership of their
         gradients now. `records` are the same on all ranks, which agree on the outcome later unless there are none."""
         rest = self._not_begun(records)
         if self.is_in_backward:
-            self.tickets.forget()
+            self.tickets.forget()  # `run` has joined its thread
         self.phase = UpdatePhase.IDLE
         if not records:
             return
@@ -218,9 +218,9 @@ class Update:
         if self.tickets.error is not None:
             raise self.tickets.error
         if self._workers is None:
-            # Daemon threads: at exit the interpreter would wait for others, and those for a backward that never comes.
+            # Daemon threads: otherwise the interpreter would wait at exit for one waiting on a backward that never comes.
             self._workers = Workers(1, "zstore-update")
-            # Idle threads of OpenMP spin, on cores that this one needs, unless a thread team of its own oversubscribes them.
+            # Start this thread's OpenMP team: once oversubscribed, idle OpenMP threads stop spinning on its cores.
             self._workers.submit(lambda: torch.ones(torch.get_num_threads() << 15).mul_(1.0))
         in_backward = phase is UpdatePhase.IN_BACKWARD
         work = partial(self._run, changes, self.state.transfers.streams.stream_context(), in_backward=in_backward)
@@ -260,7 +260,7 @@ class Update:
         """Raise the error that ended the update in the background on any rank on every rank (all ranks)."""
         if self._is_agreed:
             return
-        self._is_agreed, error = True, None  # one in a backward began after one that did not fail here
+        self._is_agreed, error = True, None  # an update in the backward only starts if the previous one succeeded here
         if self.phase is UpdatePhase.IN_BACKGROUND:
             self.phase, error = UpdatePhase.IDLE, self.tickets.error
         try:
@@ -293,7 +293,7 @@ class Update:
     def start_in_backward(self, settings: StepSettings) -> None:
         """Start an update in step mode `backward`, which takes each record when its gradient is final (before the backward).
 
-        If the update before failed on this rank, none is started: all ranks raise that at the end of the backward.
+        If the previous update failed on this rank, none is started; all ranks raise its error at the end of the backward.
         """
         if self.is_in_backward:
             raise UsageError(
@@ -313,7 +313,7 @@ class Update:
             self._start(changes, UpdatePhase.IN_BACKWARD, max_bytes)
 
     def _note_final(self, records: Sequence[ParameterRecord]) -> None:
-        """Hand over final gradients, waiting while too many that are not held are pending (autograd thread)."""
+        """Hand over final gradients, blocking while too many pending gradients are not held (autograd thread)."""
         for record in records:
             torch.autograd.graph.increment_version(record.parameter)
             record.version += 1
@@ -325,13 +325,13 @@ class Update:
         self.tickets.put(waiting, num_unseen, last_read)
 
     def end_backward(self) -> None:
-        """Let an update in the backward begin with nothing more."""
+        """Stop an update in the backward from taking further records."""
         if self.is_in_backward:
             self.tickets.close()
             self._gradients.step.on_final = None
 
     def _admit(self, record: ParameterRecord, wait: bool) -> bool:
-        """Return whether a gradient is final and may be used, with `wait` once it is or the backward is over (the thread)."""
+        """Return whether a gradient is final; with `wait`, block until it is or the backward ends (update thread)."""
         ticket = self.tickets.find(record, wait=wait)
         if ticket is None or ticket.is_begun:
             return ticket is not None
@@ -350,8 +350,8 @@ class Update:
         return rows
 
     def abandon(self, *, in_step: bool = False) -> bool:
-        """Abandon the update of a backward or, `in_step`, of a step that failed, after the changes that have begun; return
-        whether the state is now inconsistent."""
+        """Abandon an update in a backward (`in_step`: of a failed step) once changes already started have finished;
+        return whether the state is now inconsistent."""
         if not self.is_in_backward:
             return False
         before, self._partial = self._partial, True  # also if this is interrupted

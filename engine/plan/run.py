@@ -141,10 +141,10 @@ def check_drives(plan: Plan, store: Store, world: World) -> None:
     for group, nbytes in plan.files:
         drives.choose(group, nbytes)
     with world.agreeing():
-        for drive in {_drive_of(folder) for folder in drives.given_bytes}:
-            found = [folder for folder in drives.given_bytes if _drive_of(folder) == drive]
+        for drive in {_drive_of(folder) for folder in drives.assigned_bytes}:
+            found = [folder for folder in drives.assigned_bytes if _drive_of(folder) == drive]
             existing = sum(nbytes for folder, nbytes in present if _drive_of(folder) == drive)
-            needed = (sum(drives.given_bytes[folder] for folder in found) - existing) * world.local_world_size
+            needed = (sum(drives.assigned_bytes[folder] for folder in found) - existing) * world.local_world_size
             free = shutil.disk_usage(found[0]).free
             if needed > free:
                 raise DiskFullError(

@@ -255,7 +255,7 @@ class Training:
         norm, self.clip_norm = self.scaled_grad_norm() / self.scaler.scale, max_norm
         factor, former = scale_factor(norm, max_norm, 1.0), self._clip_factor
         acts = math.isfinite(norm) or self.scaler.non_finite == "apply"
-        if acts and (former is None or not factor >= former):
+        if acts and (former is None or not factor >= former):  # `not`: a factor that is NaN counts
             self._clip_factor = factor
             self.gradients.shown.clip(factor if former is None else factor / former)
         return norm
@@ -299,7 +299,7 @@ class Training:
             self.hooks.units.values_change(by_step=True)  # those of a forward without a backward are stale now
         try:
             self.gradients.shown.adopt()
-            norm = self.scaled_grad_norm(begin=True)  # drains, agrees on who has a gradient, sums squares
+            norm = self.scaled_grad_norm(begin=True)  # reduces, agrees on which ranks have a gradient, sums squares
             self.norm = norm / self.scaler.scale
             accepted = self.scaler.accepts(norm, self.counters.global_steps + 1, self._what_changed)
             if accepted:

@@ -59,7 +59,7 @@ class BackwardPhase(Enum):
 
 _Part = tuple["Gradient", torch.Tensor, torch.Tensor, torch.dtype | None]
 """A pending copy: gradient, destination rows, source values, and accumulation dtype (None if the rows
-have no values yet."""
+have no values yet)."""
 
 
 class GradientStep:

@@ -1,9 +1,9 @@
-"""Gathering, keeping and prefetching of units, at the times that the hooks determine.
+"""Gathering, keeping and prefetching of units, as directed by the hooks.
 
 [Note: values for a caller]
-`gather` gives parameters their values for a caller outside of the modules (`zstore.gather`), until `ungather`. The values are
-in separate memory: a view of them, in a graph or the caller's, keeps that memory. Units find them gathered. Earlier graphs
-saved the parameter's own memory, which is filled for a backward that runs meanwhile.
+`gather` materializes parameters for code outside the modules (`zstore.gather`), until `ungather`. The values live in
+separate memory, kept alive by any view of them; units treat them as already gathered. Earlier graphs saved the
+parameter's own memory, which is filled for a backward that runs meanwhile.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class UnitStatistics:
     taken: int = 0
     """Times that a unit was needed."""
     gathered_ahead: int = 0
-    """Of these, with a gather that was started before."""
+    """Of these, the gather had already been started."""
     kept: int = 0
     """Of these, without a gather, since the unit was still gathered."""
     on_demand: int = 0
-    """Of these, with a gather that was started then."""
+    """Of these, the gather was started on demand."""
     dropped: int = 0
     """Units gathered ahead and not used: the order changed, or the iteration ended."""
     orders: int = 0
-    """Orders recorded."""
+    """Execution orders recorded."""
     overlapped: int = 0
     """Gathers from other ranks that overlapped with the computation."""
     live_peak_numel: int = 0
-    """Most elements of parameters gathered at one time."""
+    """Peak number of gathered parameter elements."""
     read_bytes: int = 0
     """Bytes of this rank's rows read from host memory or disk."""
 
@@ -73,7 +73,7 @@ class UnitState(Enum):
 
 
 _COUNTED = {UnitState.AHEAD: "gathered_ahead", UnitState.KEPT: "kept", UnitState.RELEASED: "on_demand"}
-"""Counter of a use, by the unit's state before."""
+"""Counter to increment for a use, by the unit's previous state."""
 
 
 class StrayRead(Enum):
@@ -123,7 +123,7 @@ class ShardedUnit:
 
     @property
     def is_stray(self) -> bool:
-        """Whether whole backwards need it."""
+        """Whether it is needed for an entire backward."""
         return self.read in (StrayRead.BEFORE, StrayRead.OLD)
 
 
@@ -135,8 +135,8 @@ class GatheredValues:
     callers: int = 0
     """Number of callers that use them. See [Note: values for a caller]."""
     own: torch.Tensor | None = field(default=None, repr=False)
-    """The parameter's own memory, while a caller's has the values."""
-    are_gathered: bool = False
+    """The parameter's own memory, while a caller's memory holds the values."""
+    is_gathered: bool = False
     fetch: Fetch | None = None
     """The pending gather of them."""
     stuck: Fetch | None = None
@@ -144,7 +144,7 @@ class GatheredValues:
 
 
 class ShardedUnits:
-    """The gathered memory of all units; none is gathered yet."""
+    """Manages the gathered memory of all units; initially none is gathered."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class ShardedUnits:
         """By the names of `UnitStatistics`."""
 
     def begin(self, kind: str) -> bool:
-        """Start an iteration in the recorded order of its `kind`; return False within another one (all ranks)."""
+        """Start an iteration in the recorded order of its `kind`; False if one is already running (all ranks)."""
         if self._kind is not None:
             return False
         self._kind = kind
@@ -208,19 +208,19 @@ class ShardedUnits:
             self._counts["orders"] += 1
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
-        """Return rank 0's uses, since their ends may differ. Raises UsageError if the order differs."""
-        everyone = self._world.all_gather_object([[use.unit, use.last] for use in uses])
-        orders = [[unit for unit, _ in theirs] for theirs in everyone]
+        """Return rank 0's uses: ranks may end a use at different points. Raises UsageError if the order differs."""
+        all_uses = self._world.all_gather_object([[use.unit, use.last] for use in uses])
+        orders = [[unit for unit, _ in rank_uses] for rank_uses in all_uses]
         odd = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
         if odd is not None:
             raise UsageError(
                 f"rank {odd} ran different modules from rank 0, or in a different order: every rank must run the same modules "
                 "in the same order where parameters are sharded"
             )
-        return [Use(unit, last) for unit, last in everyone[0]]
+        return [Use(unit, last) for unit, last in all_uses[0]]
 
     def values_change(self, *, by_step: bool = False) -> None:
-        """Release values that are about to change: `by_step` those of trained parameters, else all (all ranks)."""
+        """Release values about to change: all, or `by_step` only those of trained parameters (all ranks)."""
         self.forget()
         self._wait_for_reads()
         replica = self.fetcher.replica
@@ -283,18 +283,18 @@ class ShardedUnits:
             self._release_unused(unit.records)
 
     def _release_unused(self, records: Iterable[ParameterRecord]) -> None:
-        """Hide values that no unit in use and no caller needs; free those that no unit keeps either."""
+        """Hide values not needed by a unit in use or a caller, and free those not kept by any unit."""
         for record in records:
             values = self.values[record]
             states = [unit.state for unit in values.units]
             if values.callers or values.stuck or UnitState.IN_USE in states or UnitState.IN_USE_AND_AHEAD in states:
                 continue
             if UnitState.AHEAD in states or UnitState.KEPT in states:
-                if values.are_gathered:
+                if values.is_gathered:
                     record.use_placeholder()
             else:
                 record.release()
-                values.are_gathered, values.fetch = False, None
+                values.is_gathered, values.fetch = False, None
                 self._live_numel -= record.numel
 
     def have_room_for_stray(self, unit: ShardedUnit) -> bool:
@@ -319,7 +319,7 @@ class ShardedUnits:
             raise
         for record in missing:
             record.use_full()
-            self.values[record].own, self.values[record].are_gathered = own[record], True
+            self.values[record].own, self.values[record].is_gathered = own[record], True
             self._live_numel += record.numel
         for record in sharded:
             self.values[record].callers += 1
@@ -358,7 +358,7 @@ class ShardedUnits:
         return [self.all[schedule.units[number]] for number in schedule.start[slot]]
 
     def _read_slots(self, slot: int) -> None:
-        """Start to read the rows of this slot's gathers; with more ranks also those of the next slot, for `_send_slot`."""
+        """Start to read the rows of this slot's gathers; on several ranks also the next slot's, for `_send_slot`."""
         slots = [slot] if self._world.world_size == 1 else [slot, slot + 1]
         for unit in [unit for each in slots for unit in self._slot(each)]:
             if unit.fetch is None and unit.state is not UnitState.KEPT:
@@ -375,7 +375,7 @@ class ShardedUnits:
 
     def _start(self, unit: ShardedUnit, *, ahead: bool) -> None:
         values = self.values
-        missing = [one for one in unit.records if not values[one].are_gathered and values[one].fetch is None]
+        missing = [one for one in unit.records if not values[one].is_gathered and values[one].fetch is None]
         # Before the memory is allocated: a failed start leaves a unit that can be dropped.
         unit.state = UnitState.IN_USE_AND_AHEAD if unit.is_in_use else UnitState.AHEAD
         unit.fetch = Fetch(unit.unit.name, unit.number, missing)
@@ -397,7 +397,7 @@ class ShardedUnits:
                 continue
             self.fetcher.finish(fetch, expected=self._recorder.follows)
             for one in fetch.records:
-                self.values[one].fetch, self.values[one].are_gathered = None, True
+                self.values[one].fetch, self.values[one].is_gathered = None, True
 
     def _drop(self, unit: ShardedUnit) -> None:
         fetch, unit.fetch = unit.fetch, None

@@ -363,7 +363,7 @@ class OpenStoreMachine(RuleBasedStateMachine):
             else:
                 assert call in ("put", "update", "stream")
                 assert isinstance(lost, UsageError)
-                assert "failed half way" in str(lost)
+                assert "failed partway" in str(lost)
                 self.store.put(name, value).wait()
                 self.note(name, value)
         self.check()

@@ -217,5 +217,5 @@ def test_threads_work_on_different_arrays_at_once(tmp_path: Path, packs: bool) -
         disk = store.tier("model/0.0")
         for name in held:
             store.remove(name)
-        assert sum(disk._drives.given_bytes.values()) == 0
+        assert sum(disk._drives.assigned_bytes.values()) == 0
         assert store.budget.used_bytes == 8 * 2**20

@@ -43,7 +43,7 @@ def test_a_full_disk_in_the_middle_of_a_pass(store: Store, files: FaultyFiles) -
     files.heal()
     # Never a wrong number afterwards.
     for act in (lambda: store.read("model/w").wait(), store.snapshot, update):
-        with pytest.raises(UsageError, match="failed half way"):
+        with pytest.raises(UsageError, match="failed partway"):
             act()
     store.write("model/w", values).wait()
     assert same_bits(store.read("model/w").wait(), values)

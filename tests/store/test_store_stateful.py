@@ -249,7 +249,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert same_bits(ticket.wait(), self.model[name])
                 continue
             assert isinstance(lost, UsageError)
-            assert "failed half way" in str(lost)
+            assert "failed partway" in str(lost)
             assert name not in held
             values = self.values(name, self.model[name].size, seed)
             self.store.write(name, values).wait()

@@ -303,7 +303,7 @@ def test_auto_is_what_the_engine_takes(capsys: pytest.CaptureFixture[str], monke
     precision = run.resolved(config).precision
     assert precision == ("bf16" if "bf16" in on_cpu else "fp32")
     assert plan_command(chosen) == 0
-    assert f'"auto" takes {precision}, since this CPU' in capsys.readouterr().err
+    assert f'"auto" selects {precision}, since this CPU' in capsys.readouterr().err
     elsewhere, config = make_run(options(gpus=2))
     assert elsewhere.resolved(config).precision == "bf16"
 

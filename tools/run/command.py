@@ -1,5 +1,5 @@
-"""`zstore run`: starts a script's ranks on this machine, or on several over ssh. From options and hostfiles to the jobs to
-start, where, and with which variables.
+"""`zstore run`: starts a script's ranks on this machine, or on several over ssh. Turns options and hostfiles into jobs:
+what to start, where, with which variables.
 
 Each option may be written with underscores as well, as torchrun and DeepSpeed do.
 """
@@ -41,8 +41,8 @@ Examples:
   zstore run --as-deepspeed train.py --deepspeed_config ds.json      # a script that imports deepspeed
 
 \b
-Exit codes: 0 all ranks ended well, 75 they saved and stopped because of a signal, 128 + N a
-signal ended them, 2 wrong usage, else that of the rank, or the machine, that failed first.
+Exit codes: 0 all ranks succeeded, 75 they saved and stopped because of a signal, 128 + N a
+signal ended them, 2 invalid usage, otherwise the exit code of the rank or machine that failed first.
 """
 
 _JOB_HOSTFILE = Path("/job/hostfile")
@@ -85,9 +85,9 @@ class RunOptions:
     ] = ""
     as_deepspeed: Annotated[bool, typer.Option("--as-deepspeed", help=_DEEPSPEED)] = False
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for `python -m`.")] = False
-    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program; do not start it by Python.")] = (
-        False
-    )
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="SCRIPT is a program; do not start it with Python.")
+    ] = False
     no_local_rank: Annotated[
         bool, typer.Option("--no-local-rank", help="With --as-deepspeed: do not pass --local_rank=N to the script.")
     ] = False
@@ -98,7 +98,7 @@ class RunOptions:
     master_port: Annotated[
         int | None,
         typer.Option(
-            help="Port on the first machine. Default: 29500, alone a free one.", min=1, max=65535, metavar="PORT"
+            help="Port on the first machine. Default: 29500, or free on one machine.", min=1, max=65535, metavar="PORT"
         ),
     ] = None
     export: Annotated[list[str] | None, typer.Option(help=_EXPORT, metavar="NAME[=VALUE]")] = None
@@ -109,12 +109,12 @@ class RunOptions:
     ] = 30.0
 
     def __post_init__(self) -> None:
-        together = [
+        exclusive = [
             ("--module", self.module, "--no-python", self.no_python),
             ("--as-deepspeed", self.as_deepspeed, "--no-python", self.no_python),
             ("--include", bool(self.include), "--exclude", bool(self.exclude)),
         ]
-        for one, has_one, other, has_other in together:
+        for one, has_one, other, has_other in exclusive:
             if has_one and has_other:
                 raise UsageError(f"{one} and {other} cannot both be given; leave one out")
 
@@ -128,7 +128,7 @@ def run_command(options: RunOptions) -> int:
 
 
 def _count_gpus() -> int:
-    """Return the number of GPUs of the machine: slots replace CUDA_VISIBLE_DEVICES."""
+    """Return the machine's number of GPUs, ignoring CUDA_VISIBLE_DEVICES, which slots replace."""
     visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         return count_gpus()
@@ -140,7 +140,7 @@ def _count_gpus() -> int:
 def make_jobs(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> list[RunJob]:
     """Return the job of each machine: one with `ssh` for every machine, or a single local one without.
 
-    `count_gpus` is called only if the slots of this machine matter. Raises UsageError if the options cannot be met.
+    `count_gpus` is called only if this machine's slots matter. Raises UsageError if the options cannot be satisfied.
     """
     hosts = _hosts(options, count_gpus)
     job = _job(options, environment)
@@ -171,7 +171,7 @@ def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
         pool = _local_hosts(options, count_gpus)
     elif (options.nnodes or 1) > 1:
         raise UsageError(
-            f"--nnodes {options.nnodes}: no machines are named; give a --hostfile, or start each machine's ranks by torchrun"
+            f"--nnodes {options.nnodes}: no machines are named; give a --hostfile, or start the ranks of each with torchrun"
         )
     else:
         return {}
@@ -210,7 +210,7 @@ def _job(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
 
 def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: Hosts, job: RunJob) -> list[RunJob]:
     if job.max_restarts:
-        raise UsageError("--max-restarts: ranks restart on one machine only; start a run of several again as a whole")
+        raise UsageError("--max-restarts: ranks restart on one machine only; restart a multi-machine run as a whole")
     first = next(iter(hosts))
     # Not localhost, which is a different machine on each of them.
     address = options.master_addr or (socket.gethostname() if first in _LOCAL_NAMES and len(hosts) > 1 else first)
@@ -219,10 +219,10 @@ def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: Hosts,
     shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
     # ssh uses the first value of a repeated option, so the user's come first.
     ssh = ["ssh", *shlex.split(options.launcher_args), "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15"]
-    theirs = {name: value for name, value in environment.items() if _PASSED.fullmatch(name)}
+    forwarded = {name: value for name, value in environment.items() if _PASSED.fullmatch(name)}
     job = replace(
         job,
-        environment={**theirs, **job.environment},
+        environment={**forwarded, **job.environment},
         master_addr=address,
         master_port=options.master_port or _PORT,
         world_size=sum(map(len, hosts.values())),
@@ -264,7 +264,7 @@ Hosts = dict[str, tuple[int, ...]]
 def parse_hostfile(text: str, *, name: str) -> Hosts:
     """Return the machines of a hostfile in its order: a line `HOST slots=N` each; empty lines and `#` comments are skipped.
 
-    Raises UsageError, which names the file `name` and the line.
+    Raises UsageError naming the file `name` and the line.
     """
     hosts: Hosts = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -289,7 +289,7 @@ def parse_hostfile(text: str, *, name: str) -> Hosts:
 def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]:
     """Return the slots that an `--include` or `--exclude` names, by host; None: all of the host's.
 
-    Raises UsageError, which names `option`.
+    Raises UsageError naming `option`.
     """
     named: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
@@ -303,9 +303,9 @@ def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]
 
 
 def select(pool: Hosts, *, include: str = "", exclude: str = "") -> Hosts:
-    """Return the machines of `pool` that are left, in its order, each with the slots that are left.
+    """Return the machines of `pool` that remain, in order, each with its remaining slots.
 
-    Raises UsageError for a host or slot that `pool` does not have, and an empty result.
+    Raises UsageError for a host or slot that `pool` does not have, and for an empty result.
     """
     if not include and not exclude:
         return pool
@@ -326,7 +326,7 @@ def select(pool: Hosts, *, include: str = "", exclude: str = "") -> Hosts:
         if slots := matched if include else tuple(slot for slot in available if slot not in matched):
             chosen[host] = slots
     if not chosen:
-        raise UsageError(f"--exclude {exclude}: leaves no slot on any host; leave fewer out")
+        raise UsageError(f"--exclude {exclude}: leaves no slot on any host; exclude fewer")
     return chosen
 
 

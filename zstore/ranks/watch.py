@@ -1,25 +1,25 @@
 """Failure detection: when one rank fails, all ranks stop promptly and report the cause.
 
 [Note: the watch]
-Each rank has a thread, its watch, which looks at a board of messages twice a second.
+Each rank has a thread, its watch, which polls a message board twice a second.
 - **A rank reports** an error that escapes from a call (`report_error`) or a failed collective (`lost`); its watch reports a
   neighbour without heartbeats. That is an alarm on the board: every watch then posts a report, whatever its main thread does.
-- **Every watch decides**, all alike, since `judge` needs nothing but the reports. If the run is broken it cuts the
-  connections: a rank that waits in a collective gets its error at once, and raises RankError with the reports.
-- **The rank that reported waits** until its watch has decided, at most `_ANSWER_S`. Reports that meet are joined; one that
-  comes when the outcome of another is clear already is the next incident's.
+- **Every watch decides** for itself, all reaching the same verdict, since `judge` depends only on the reports. If the run
+  is broken it cuts the connections: a rank waiting in a collective gets its error at once, and raises RankError with them.
+- **The rank that reported waits** until its watch has decided, at most `_ANSWER_S`. Concurrent reports are merged; one
+  that arrives after an outcome is clear starts a new incident.
 
-Nothing hangs afterwards, not even the end of the process. Missed heartbeats are counted in the observer's own looks, so that a
-machine that was asleep reports no loss. A slow rank is not a failure; one that hangs while its watch runs is caught by the
-process group's own timeout. Only the watch's thread uses `_incident`, and `Presence` but for `of`; what it shares with the
-rank's threads is read without a lock, and changed under `_changed`.
+Nothing hangs afterwards, not even the end of the process. Missed heartbeats are counted in the observer's own polls, so
+that a machine that was asleep reports no loss. A slow rank is not a failure; one that hangs while its watch runs is
+caught by the process group's own timeout. Only the watch's thread uses `_incident`, and `Presence` except for `of`;
+what it shares with the rank's threads is read without a lock, and changed under `_changed`.
 
 [Note: calls of all ranks]
 If two ranks enter different collectives, these fail with the backend's own error, and with gloo by an abort. Scripts
-written for replicated models save on the main process only, so ranks synchronise on the board before the first collective of a
-save or a load. A waiting rank looks at the next rank: one that closed its engine, or that has entered a collective which this
-rank has not, will never come. If only some ranks make a call, at least one of them has a neighbour elsewhere, and its
-error ends all.
+written for replicated models save on the main process only, so ranks synchronise on the board before the first
+collective of a save or a load. A waiting rank looks at the next rank: if it has closed its engine, or entered a
+collective that this rank has not, it will never arrive. If only some ranks make a call, at least one of them has a
+neighbour elsewhere, and its error stops all ranks.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class WatchState(Enum):
     """What this rank knows of the run."""
 
     UNWATCHED = "unwatched"
-    """Not begun: an error ends a call of this rank alone."""
+    """Not started: an error affects only this rank's call."""
     WATCHING = "watching"
-    """The thread looks, and decides."""
+    """The thread is polling and deciding."""
     LEAVING = "leaving"
     """`close` was called: the thread decides on the alarm, if there is one, and ends."""
     LEFT = "left"
-    """The thread ended, or could not be started: a report finds nothing that decides, and breaks the run."""
+    """The thread ended, or could not be started: nothing is left to decide on a report, so it breaks the run."""
     BROKEN = "broken"
     """`failed` says why the run ended; no call of this rank has raised it yet."""
     RAISED = "raised"
@@ -102,34 +102,34 @@ class Watch:
         self.when_broken: list[Callable[[], None]] = []
         """Further cleanup callbacks for when the run is broken; called from the watch's thread."""
         self.agreed = False
-        """Whether all ranks know of the error that is about to be raised in the call at hand, so that it is no failure."""
-        self._incident = self._num_meetings = 0
+        """Whether all ranks know of the error about to be raised in the current call, so it does not count as a failure."""
+        self._incident = self._num_barriers = 0
         self._changed = threading.Condition()
         self._alarm: RankReport | None = None
         """This rank's report that waits for the outcome."""
         self._reports: dict[int, RankReport] = {}
-        """Of the incident at hand."""
+        """Reports of the current incident."""
         self._others_details = ""
-        """The other ranks' reports of the last incident, after which the run was sound."""
+        """The other ranks' reports of the last incident that the run survived."""
         self._threads: list[threading.Thread] = []
 
     def begin(
-        self, gather: Callable[[Any], list[Any]], rank: int, world_size: int, *, aborts: bool, silent_s: float | None
+        self, gather: Callable[[Any], list[Any]], rank: int, world_size: int, *, aborts: bool, timeout_s: float | None
     ) -> None:
-        """Begin to watch (all ranks); `gather` is an all-gather. To cut a collective, the process group `aborts`,
-        or connections are shut down. `silent_s` is the heartbeat timeout; None disables it."""
+        """Begin to watch (all ranks); `gather` is an all-gather. To interrupt a collective, the process group is aborted if
+        it `aborts`; otherwise connections are shut down. `timeout_s` is the heartbeat timeout; None disables it."""
         self._rank, self._world_size, self._aborts = rank, world_size, aborts
         self.connections.store_port = store_port()
         # Learn the connections before any rank can fail on its own.
         rows = gather([uuid.uuid4().hex, self.connections.listed()])
         self.connections.learn([listed for _, listed in rows], rank)
         self.board = Board.connect(f"watch/{rows[0][0]}")
-        if silent_s is not None:
-            self.connections.give_up_store(silent_s)
-        self._presence = Presence(self.board, rank, world_size, self.activity, silent_s)
+        if timeout_s is not None:
+            self.connections.give_up_store(timeout_s)
+        self._presence = Presence(self.board, rank, world_size, self.activity, timeout_s)
         self.state = WatchState.WATCHING
         self._threads = start_threads(1, self._serve, f"zstore-watch-{rank}")
-        if not self._threads:  # the interpreter ends
+        if not self._threads:  # the interpreter is shutting down
             self.state = WatchState.LEFT
 
     def raise_if_broken(self) -> None:
@@ -145,14 +145,14 @@ class Watch:
         )
 
     def raise_if_rank_lost(self) -> None:
-        """Raise RankError if a rank was lost, any number of times."""
+        """Raise RankError if a rank was lost; unlike `raise_if_broken`, on every call."""
         if self.failed is not None:
             raise RankError(str(self.failed), {})
 
     def report_error(self, error: BaseException, *, final: bool = False) -> None:
         """Report an error that ends a call on this rank, and return once the outcome is clear.
 
-        Errors that all ranks agreed on since the call began are not reported again. `final`: no handler takes it.
+        Errors that all ranks agreed on since the call began are not reported again. `final`: nothing will catch it.
         """
         if self.state is WatchState.UNWATCHED or self.agreed or error is self.failed:
             return
@@ -204,8 +204,8 @@ class Watch:
 
     def synchronise(self, call: str) -> None:
         """Return once all ranks are in `call` (all ranks). Raises UsageError if another rank will never make this call."""
-        self._num_meetings += 1
-        key = f"meeting/{self._num_meetings}"
+        self._num_barriers += 1
+        key = f"meeting/{self._num_barriers}"
         # If the board fails, its process ended: the call's own collectives give a better error.
         with suppress(torch_dist.DistError):
             if self.board.add(f"{key}/ranks", 1) == self._world_size:
@@ -214,8 +214,8 @@ class Watch:
                 self._refuse(call, f"another rank is in {found}")
 
     def _last_call(self, key: str, call: str) -> str | None:
-        """Wait until the last rank has posted its call, and return that; None if a connection to another rank ended, or it
-        took as long as a collective may: then the call's own collectives report it."""
+        """Wait until the last rank has posted its call, and return that; None if a connection to another rank ended, or
+        it timed out like a collective: then the call's own collectives report it."""
         started = time.monotonic()
         pause_s, next_look = _MIN_PAUSE_S, started + LOOK_S
         connections = self.connections.open_now()
@@ -237,7 +237,7 @@ class Watch:
         return str(found)
 
     def _place_elsewhere(self) -> str | None:
-        """Return the place of the next rank, if it will not come any more."""
+        """Return where the next rank is, if it will never arrive."""
         other = (self._rank + 1) % self._world_size
         _, place = self._presence.of(other)
         if place.left:
@@ -282,7 +282,7 @@ class Watch:
                 self._changed.notify_all()
 
     def _resolve(self) -> None:
-        """Report until the outcome of the incident is clear, and carry that out."""
+        """Report until the outcome of the incident is clear, then act on it."""
         number, started = self._incident, time.monotonic()
         pause_s = _MAX_PAUSE_S * max(1.0, self._world_size / 64)
         last: RankReport | None = None
@@ -312,7 +312,7 @@ class Watch:
         self._break(self._reports)
 
     def _clear_alarm(self, alarm: RankReport | None) -> None:
-        """End a sound incident; a later alarm is the next one's."""
+        """End an incident that the run survived; a later alarm belongs to the next."""
         with self._changed:
             self._others_details = "\n".join(
                 f"--- rank {rank}, in {report.at} ---\n{report.details.rstrip()}"
@@ -347,7 +347,7 @@ class Watch:
         if alarm is None and not self.activity.phase:
             # The script may be in its own collective, whose error would not mention this.
             _log.error("%s", str(broken).splitlines()[0])
-        # Every collective ends that this rank waits in, or that others wait in for this rank.
+        # End every collective that this rank is waiting in, or in which others wait for this rank.
         if self._aborts:
             torch_dist.distributed_c10d._abort_process_group()
         self.connections.cut()

@@ -173,7 +173,7 @@ class World:
         """Watch over the ranks until `watch.close()` (all ranks); see `zstore.ranks.watch`."""
         if self.world_size > 1:
             aborts = self.backend == "nccl"
-            self.watch.begin(self.all_gather_object, self.rank, self.world_size, aborts=aborts, silent_s=silent_s)
+            self.watch.begin(self.all_gather_object, self.rank, self.world_size, aborts=aborts, timeout_s=silent_s)
 
     def learn_connections(self) -> None:
         """Note again the connections to the other ranks, if they are watched: a process group was made (all ranks)."""

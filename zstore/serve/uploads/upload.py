@@ -1,16 +1,16 @@
-"""One upload on disk: its expected files, those that arrived so far, and their places.
+"""One upload on disk: its expected files, those received so far, and where they are stored.
 
 [Note: an upload]
-    <run>/.uploads/<id>/upload.json     the client's offer, the record with it; touched by each request
-    <run>/.uploads/<id>/parts/<digest>  a file that is not whole yet; named by the SHA-256 of its path
+    <run>/.uploads/<id>/upload.json     the client's offer, including the record; touched by each request
+    <run>/.uploads/<id>/parts/<digest>  an incomplete file; named by the SHA-256 of its path
     <run>/.uploads/<id>/checkpoint/...  whole files: each was made durable and checked before it got its name
 
-This is all of an upload's state, so a restarted service resumes it. Readers find no checkpoint below `.uploads`: tags' folders
-have no leading dot, and there is no record before the commit. That moves `checkpoint/` to the temporary folder of a save of
-this machine, and commits as that save does (`zstore.checkpoint.commit`).
+This is all of an upload's state, so a restarted service resumes it. Readers find no checkpoint below `.uploads`: tags'
+folders have no leading dot, and there is no record before the commit. The commit moves `checkpoint/` to the temporary
+folder of a local save, and commits as that save does (`zstore.checkpoint.commit`).
 
 If client or service is killed, the files stay, and the same save offered again resumes with them; otherwise they are removed
-after a day. A part file that a power cut left with other bytes fails its check, and is requested again.
+after a day. A part file corrupted by a power cut fails its check, and is requested again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from .offer import (
 )
 
 _NUM_SEARCHED = 4
-"""The newest checkpoints of its run, in which shards that did not change are looked for."""
+"""How many of the run's newest checkpoints are searched for unchanged shards."""
 
 
 class Upload:
@@ -107,7 +107,7 @@ class Upload:
         return upload
 
     def _undo_commit(self) -> None:
-        """Undo a commit that the end of the service cut short."""
+        """Undo a commit interrupted when the service stopped."""
         name = tag_folder(self.record.tag)
         moved = self.folder / own_name(name, TEMPORARY, self.record.id)
         lock = self.folder / own_name(name, LOCK, self.record.id)
@@ -120,14 +120,14 @@ class Upload:
                 self._files.unlink(lock)
 
     def remove(self) -> None:
-        """Remove all its files. Connections that still send end with an error."""
+        """Remove all its files. Connections still sending fail with an error."""
         self.senders.clear()
         self._files.remove_tree(self.path)
         with contextlib.suppress(OSError):
             os.rmdir(self.path.parent)
 
     def touch(self) -> None:
-        """Note a request of its client."""
+        """Record that the client made a request."""
         self.active_at = time.time()
         with contextlib.suppress(OSError):
             os.utime(self.path / OFFER_FILE)
@@ -139,20 +139,20 @@ class Upload:
             if self._plan is None:
                 missing = [file for file in self._documents if not self.is_whole(file)]
                 if missing:
-                    raise UsageError(f"send {', '.join(missing[:3])} first: they say which files there are")
+                    raise UsageError(f"send {', '.join(missing[:3])} first: they list the checkpoint's files")
                 plan = make_plan(self.record, self.checkpoint, self._extras)
                 self._candidates = self._find_candidates(plan)
                 self._plan = plan
             return self._plan
 
     def require_room(self) -> None:
-        """Raise DiskFullError unless the files to come fit on the drive."""
+        """Raise DiskFullError unless the remaining files fit on the drive."""
         with self.lock:
             needed = 0 if self._plan is None else self._plan.copies_bytes
             for file, content in self._contents().items():
                 if not self.is_whole(file) and file not in self._candidates:
                     needed += content.num_bytes - self.received(file) + 4096
-        # The run's folder is made with the first of its uploads.
+        # The run's folder is created by its first upload.
         existing = self.folder if self.folder.is_dir() else self.folder.parent
         advice = "make room on the drive of the service's runs, or save elsewhere"
         self._files.require_room(existing, needed, f"the upload needs {needed} bytes", advice)
@@ -189,7 +189,7 @@ class Upload:
         if content is None:
             content = self.plan().shards.get(file)
         if content is None:
-            raise CheckpointNotFoundError(f"{file!r:.200} is no file of the checkpoint that is uploaded")
+            raise CheckpointNotFoundError(f"{file!r:.200} is not part of the checkpoint being uploaded")
         return content
 
     def is_whole(self, file: str) -> bool:
@@ -201,7 +201,7 @@ class Upload:
         return self.path / "parts" / hashlib.sha256(file.encode()).hexdigest()
 
     def received(self, file: str) -> int:
-        """Return how many bytes of a file arrived."""
+        """Return how many bytes of a file have arrived."""
         if self.is_whole(file):
             return self.content_of(file).num_bytes
         try:
@@ -210,7 +210,7 @@ class Upload:
             return 0
 
     def missing(self, rank: int | None = None) -> list[UploadFile]:
-        """Return the files that are not whole: of one rank its shard files, of None all."""
+        """Return the incomplete files: one rank's shard files, or all if `rank` is None."""
         with self.lock:
             files = list(self._contents()) if rank is None else list(self.plan().of_rank.get(rank, ()))
             found = [self.file_state(file) for file in files if not self.is_whole(file)]
@@ -227,7 +227,7 @@ class Upload:
             and self.received(file) >= size
         ):
             with contextlib.suppress(CorruptionError):
-                self.take(file)
+                self.accept(file)
         return UploadFile(path=file, bytes=size, received=self.received(file), candidate=file in self._candidates)
 
     def state(self, *, rank: int | None = None, files: bool = True) -> UploadState:
@@ -247,7 +247,7 @@ class Upload:
     def link(self, file: str, sha256: str) -> bool:
         """Link a candidate whose SHA-256 is that of the client's file; return whether that was done.
 
-        The checksums of chunks agree by chance once in 2^32 files that differ: they are not enough.
+        Chunk checksums are not enough: different files collide with probability 2^-32.
         """
         content, source = self.content_of(file), self._candidates.get(file)
         if self.is_whole(file):
@@ -258,23 +258,23 @@ class Upload:
         try:
             before = os.lstat(source)
             if before.st_size != content.num_bytes or file_sha256(source) != sha256:
-                raise CorruptionError(f"{source} is another file than the client's")
+                raise CorruptionError(f"{source} differs from the client's file")
             self._files.make_folder(target.parent)
             self._files.link(source, target)
             after = os.lstat(target)
             if (before.st_ino, before.st_mtime_ns) != (after.st_ino, after.st_mtime_ns):
                 self._files.unlink(target)
-                raise CorruptionError(f"{source} was replaced meanwhile")
+                raise CorruptionError(f"{source} was replaced in the meantime")
         except (OSError, ZstoreError):
             with self.lock:  # the client must send it
                 self._candidates.pop(file, None)
             return False
         return True
 
-    def take(self, file: str) -> None:
+    def accept(self, file: str) -> None:
         """Make a file whose bytes all arrived durable, check it, and give it its name.
 
-        Raises CorruptionError, and drops it, if it is wrong.
+        If the check fails, deletes it and raises CorruptionError.
         """
         part, target, content = self.part(file), self.checkpoint / file, self.content_of(file)
         with self.lock:
@@ -285,7 +285,7 @@ class Upload:
                 if isinstance(content, ShardContent):
                     verify_shard(part, content.array, content.shard, content.crcs)
                 elif file_sha256(part) != content.sha256:
-                    raise CorruptionError(f"{file} fails its SHA-256")
+                    raise CorruptionError(f"{file} does not match its SHA-256")
             except CorruptionError as error:
                 self._files.unlink(part)
                 raise CorruptionError(f"{file} did not arrive as it was sent, and was dropped: {error}") from error
@@ -294,7 +294,7 @@ class Upload:
             self._files.rename(part, target)
 
     def require_whole(self) -> None:
-        """Raise CheckpointMismatchError that names files which are missing."""
+        """Raise CheckpointMismatchError naming the missing files."""
         self.plan()
         if missing := self.missing():
             names = ", ".join(each.path for each in missing[:3])
@@ -306,7 +306,7 @@ class Upload:
         return sum(one.num_bytes for file, one in shards if os.stat(self.checkpoint / file).st_nlink > 1)
 
     def publish(self) -> list[str]:
-        """Write the metadata of groups and arrays, make all names durable, and commit as a save of this machine does."""
+        """Write the metadata of groups and arrays, sync the folders, and commit as a local save does."""
         files, plan = self._files, self.plan()
 
         def write(folder: str) -> None:

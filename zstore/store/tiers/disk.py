@@ -1,14 +1,14 @@
-"""The disk tier: shard files in a run folder, replaced by new versions once they were published.
+"""The disk tier: shard files in a run folder, replaced by new versions once published.
 
 [Note: versions]
-A shard's bytes are in one file of the run folder, its number in the name. While that file is neither pinned nor published,
-a pass changes it in place. Once it is pinned, a pass writes another file and makes it the present one at its end: a
+Each shard is one file in the run folder, with a number in its name. While that file is neither pinned nor published,
+a pass changes it in place. Once it is pinned, a pass writes another file and makes it the current one when it ends: a
 published file is never written again. A table in memory decides, never link counts. A superseded file that was
 published loses its name in the run folder (the checkpoint's link keeps the bytes); any other is kept for the next version.
 
-A chunk that was never written has no checksum in the table and reads as zeros without touching the disk. A checkpoint's file
-that is laid out alike can be adopted: its link is the present version, published, and verified when it is read. Small shards
-have parts of shared files: see [Note: shared files].
+A chunk that was never written has no checksum in the table and reads as zeros without touching the disk. A checkpoint's
+file with the same layout can be adopted: a link to it becomes the current version, published, and verified when it is
+read. Small shards share files: see [Note: shared files].
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Drives:
     usual: tuple[Path, ...]
     groups: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
     """Other folders by the first part of an array's name."""
-    given_bytes: Counter[Path] = field(default_factory=Counter)
+    assigned_bytes: Counter[Path] = field(default_factory=Counter)
 
     def choose(self, name: str, nbytes: int) -> Path:
-        """Return the folder for `nbytes` of array `name`; the same for the same order of calls."""
+        """Return the folder for `nbytes` of array `name`; deterministic for a given order of calls."""
         folders = self.groups.get(name.split("/", 1)[0], self.usual)
-        chosen = min(folders, key=lambda folder: self.given_bytes[folder])
-        self.given_bytes[chosen] += nbytes
+        chosen = min(folders, key=lambda folder: self.assigned_bytes[folder])
+        self.assigned_bytes[chosen] += nbytes
         return chosen
 
 
@@ -84,19 +84,19 @@ class DiskTier(Tier):
         self.packs_small = False
         """Whether small shards that are made from now on share files."""
         self._reserves = reserves
-        """Whether a shard's file is made with the shard, and not by its first values."""
+        """Whether a shard's file is created with the shard, rather than on the first write."""
         self._packs: dict[tuple[Path, str], Pack] = {}
         """By folder and kind of arrays."""
         self._numbers = count()
         self._lock = threading.RLock()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
-        """If the tier `reserves`, a full disk is reported now."""
+        """Create the shard; if the tier `reserves`, a full disk is reported here."""
         if memory is not None:
             raise UsageError(f"array {local.spec.name!r}: the disk tier cannot adopt memory")
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
         packed, kind = self.packs_small and is_packed(local.nbytes), local.spec.name.partition("/")[0]
-        with self._lock:  # not while a file is made: files are made concurrently
+        with self._lock:  # not held while a file is created, so that files are created concurrently
             folder = self._drives.choose(local.spec.name, run_file_bytes(layout, packed=packed))
             if packed and (folder, kind) not in self._packs:
                 self._packs[folder, kind] = Pack(self._res.files, folder, kind)
@@ -125,16 +125,16 @@ class DiskTier(Tier):
     def remove(self, name: str) -> None:
         with self._lock:
             shard = self._at_rest(name)
-        if shard.pack is None:  # a shard whose file cannot be removed is as it was
+        if shard.pack is None:  # a shard whose file cannot be removed stays as it was
             self._drop_spare(shard)
             self._res.files.unlink(shard.current.path)
         with self._lock:
             del self._shards[name]
             layout = shard.layout
-            self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
+            self._drives.assigned_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
         if shard.pack is None:
             with contextlib.suppress(StorageError):  # the shard was removed; `close` removes the rest
-                self._drop_spare(shard)  # a version that was read meanwhile
+                self._drop_spare(shard)  # a version that was being read in the meantime
         elif len(shard.in_use) == 1:  # else an earlier version is read there
             shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
 
@@ -162,8 +162,8 @@ class DiskTier(Tier):
         return shard
 
     def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
-        """Let the shard file `path`, which is never written again, be the present version of a shard that no pass is
-        over; false if it cannot be linked. `crcs` are the checksums of its chunks."""
+        """Let the shard file `path`, which is never written again, become the current version of a shard with no pass
+        in progress; return False if it cannot be linked. `crcs` are the checksums of its chunks."""
         shard = self._shards[name]
         if len(crcs) != shard.layout.num_present:
             raise UsageError(f"array {name!r}: expected {shard.layout.num_present} checksums, got {len(crcs)}")
@@ -193,7 +193,7 @@ class DiskTier(Tier):
         shard = self._shards[name]
         if shard.broken and mode is not Mode.FILL:
             raise UsageError(
-                f"array {name!r}: an earlier update failed half way, so its values are lost: load a checkpoint"
+                f"array {name!r}: an earlier update failed partway, so its values are lost: load a checkpoint"
             )
         with self._lock:
             if shard.target is shard.current or (shard.target is not None and mode is not Mode.READ):
@@ -209,7 +209,7 @@ class DiskTier(Tier):
         return shard
 
     def _next_file(self, shard: DiskShard) -> DiskFile:
-        """Return a file for the next version: the spare one under a new name, or one to be made; of a pack a free part."""
+        """Return a file for the next version: the spare renamed, or one yet to be created; for a pack, a free region."""
         if shard.pack is not None:
             free = next(number for number in count() if number not in shard.in_use)
             path = shard.pack.make(free)
@@ -222,7 +222,7 @@ class DiskTier(Tier):
         return DiskFile(path, [None] * shard.layout.num_present, shard.layout.data_offset, made=spare is not None)
 
     def _new_path(self, folder: Path, name: str) -> Path:
-        """Return a path that no file had before: a file of a removed shard of that name may still be pinned."""
+        """Return a path that was never used before: a file of a removed shard of that name may still be pinned."""
         stem = quote(name, safe="")
         if len(stem) > 200:
             stem = f"{stem[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
@@ -258,7 +258,7 @@ class DiskTier(Tier):
     def _submit(
         self, move: _Move, parts: Sequence[_Part], memory: Bytes, priority: Priority, tickets: list[Ticket[None]]
     ) -> None:
-        """Queue an operation for each piece, those of a kind that share files in one."""
+        """Queue one operation per piece, or one for all pieces of a kind that share files."""
         together: dict[object, list[_Part]] = {}
         for part in parts:
             shard, _, piece = part
@@ -277,8 +277,8 @@ class DiskTier(Tier):
             self.end(name, ok)
 
     def read(self, name: str, first: int, stop: int, out: Array) -> bool:
-        """Read local elements `[first, stop)` of a shard that has a separate file into `out` itself. False if not all was
-        written, or its bytes differ from those written last: then a pass says how."""
+        """Read local elements `[first, stop)` of a shard that has a separate file into `out` itself. False if part was
+        never written or a checksum differs; a pass then reports the details."""
         shard = self._begin(name, Mode.READ, make=False)
         return read_elements(self._res, shard, shard.current, first, stop, out)
 
@@ -313,7 +313,7 @@ class DiskTier(Tier):
                 self._retire(shard, target)
 
     def _retire(self, shard: DiskShard, file: DiskFile) -> None:
-        """Release a file that is not the present version, once it is not pinned."""
+        """Release a file that is no longer the current version, once it is unpinned."""
         if file.pins or file is shard.current:
             return
         if shard.pack is not None:
@@ -328,7 +328,7 @@ class DiskTier(Tier):
     def pin(self, name: str) -> DiskPin:
         shard = self._shards[name]
         if shard.broken:
-            raise UsageError(f"array {name!r}: an earlier update failed half way: load a checkpoint before saving one")
+            raise UsageError(f"array {name!r}: an earlier update failed partway: load a checkpoint before saving one")
         with self._lock:
             if shard.target is shard.current:
                 raise being_changed(name)
@@ -337,7 +337,7 @@ class DiskTier(Tier):
             return DiskPin(self, shard, shard.current)
 
     def next_bytes(self, names: Iterable[str]) -> Counter[Path]:
-        """Return by folder the bytes of the files that changes of these shards will make once their present versions are
+        """Return, by folder, the bytes of new files needed to change these shards while their current versions are
         pinned."""
         needed: Counter[Path] = Counter()
         packs: dict[Pack, Path] = {}
@@ -357,7 +357,7 @@ class DiskTier(Tier):
             self._retire(shard, file)
 
     def close(self) -> None:
-        """Removes the files, for nothing in the run folder outlives the run."""
+        """Removes the files, since nothing in the run folder outlives the run."""
         for pack in self._packs.values():
             pack.close()
         for shard in [shard for shard in self._shards.values() if shard.pack is None]:
@@ -389,7 +389,7 @@ def _write(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
 
 
 class DiskPin:
-    """A pinned file of the run folder; it is never written again once it was published."""
+    """A pinned file of the run folder; it is never written again once published."""
 
     tier = "disk"
 
@@ -432,7 +432,7 @@ class DiskPin:
         """Link the file to `path`; false if links are not supported."""
         with self._shard.lock:
             before = self.file.published
-            # Marked first: once the link exists, the file may not be written any more.
+            # Marked first: once the link exists, the file must not be written again.
             self.file.published = True
             try:
                 res.files.link(self.file.path, path)
@@ -454,7 +454,7 @@ class DiskPin:
             def copy(first: int = first, span: ChunkSpan = span, data: Bytes = buffer.bytes) -> list[int]:
                 read_slots(res, file.path, shard.offset(file, first), data)
                 for _ in checked_views(res, shard, file, span, data, Mode.UPDATE):
-                    """Data that was read is verified and sealed."""
+                    pass  # iterating verifies and reseals the chunks
                 crcs = finish_slots(data, layout)
                 write_slots(res, path, layout.slot_offset(first), data)
                 return crcs
