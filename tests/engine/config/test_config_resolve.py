@@ -142,7 +142,7 @@ def test_every_key_that_may_be_auto_can_be_answered() -> None:
     ("auto", "message"),
     [
         ({"optimizer.params.lrr": 1}, r"optimizer\.params\.lrr: unknown key; did you mean optimizer\.params\.lr\?"),
-        ({"seed": 1}, r'seed: a config cannot leave this key "auto"'),
+        ({"seed": 1}, r'seed: this key cannot be "auto"'),
         ({"optimizer.params.lr": "fast"}, r'optimizer\.params\.lr: expected a number of at least 0, got "fast"'),
         ({"bf16.enabled": "auto"}, r'bf16\.enabled: expected true or false, got "auto"'),
         ({"train_batch_size": 0}, r"train_batch_size: expected a whole number of at least 1, got 0"),
