@@ -93,7 +93,7 @@ class AnswerFinder(DistributionFinder):
 
 
 def installed_finder() -> AnswerFinder | None:
-    """Return the finder of this process; None if there is none."""
+    """Return the finder of this process, if any."""
     return next((finder for finder in sys.meta_path if isinstance(finder, AnswerFinder)), None)
 
 
@@ -108,8 +108,8 @@ def install() -> None:
     early = next((name for name in CACHE_AVAILABILITY if name in sys.modules), None)
     if early is not None:
         raise UsageError(
-            f"{early.partition('.')[0]} was imported in this process before, and cached whether DeepSpeed is there: put "
-            "`import zstore.as_deepspeed` before that, or run the script by `zstore run --as-deepspeed`"
+            f"{early.partition('.')[0]} was imported earlier in this process, and cached whether DeepSpeed exists: put "
+            "`import zstore.as_deepspeed` before that, or run the script with `zstore run --as-deepspeed`"
         )
     put_in_place()
 

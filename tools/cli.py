@@ -1,4 +1,4 @@
-"""The `zstore` command: its subcommands, exit codes and errors. Each command is a module of its own.
+"""The `zstore` command: its subcommands, exit codes and errors. Each command is a separate module.
 
 Exit codes: 0 done, 1 failed or found something, 2 invalid usage. Data goes to stdout, everything else to stderr. A command's
 module is imported when the command is run, so that `zstore inspect` starts without torch, and `zstore --help` without numpy.
@@ -107,8 +107,8 @@ def main() -> None:
 
 
 def _end(code: str | int | None) -> None:
-    """End the process. A rank skips the interpreter's shutdown: threads of torch's process groups that come back into it then
-    abort the process, after everything was saved."""
+    """End the process. A rank skips the interpreter's shutdown: threads of torch's process groups that return into it abort
+    the process, after everything has been saved."""
     if isinstance(code, str) or "RANK" not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""`zstore config`: explains the effect of each key in a config, and checks whether the config is sound."""
+"""`zstore config`: explains the effect of each key in a config, and checks whether the config is valid."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ONE_RANK = "note: this is about 1 rank; --world-size N checks the configuration
 
 
 def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = None, json: Json = False) -> int:
-    """Print the effect of each key and the values of "auto" and batch sizes; return 0 for a sound config, else 1."""
+    """Print the effect of each key and the values of "auto" and batch sizes; return 0 for a valid config, else 1."""
     from zstore.engine.config.config import load_config, read_config
     from zstore.engine.config.parse import explain
 
@@ -73,7 +73,7 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
 
 def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return the values of batch sizes and of each "auto" at a world size, by dotted key, and the keys that only the training
-    script can answer. Raises ConfigError if sizes contradict."""
+    script can answer. Raises ConfigError if sizes conflict."""
     from zstore.engine.config.resolve import ResolveContext, open_keys, stand_ins
     from zstore.engine.config.sections import BATCH_KEYS
 

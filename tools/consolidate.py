@@ -46,7 +46,7 @@ def consolidate_command(
     Raises CheckpointError, with the tensors named and nothing published, for values that `dtype` cannot hold;
     CheckpointExistsError if `out` exists; CheckpointMismatchError if no weight is left.
     """
-    if dtype not in DTYPES:  # typer checks only those of the command line
+    if dtype not in DTYPES:  # typer checks only command-line values
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     target = user_path(out)
     with open_location(ckpt, common, tag) as source:

@@ -57,7 +57,7 @@ def convert_command(
 
     Returns the exit code. Raises CheckpointExistsError if `out` exists; a partial result never has its name.
     """
-    if to not in get_args(OutputKind):  # typer checks only those of the command line
+    if to not in get_args(OutputKind):  # typer checks only command-line values
         raise UsageError(f"--to {to}: expected one of {', '.join(get_args(OutputKind))}")
     if dtype is not None and (dtype not in DTYPES or to == "zstore"):
         raise UsageError(
@@ -116,7 +116,7 @@ def _to_torch(source: ArraySource, out: Path, weights: list[Weight], dtype: str,
 
 
 def _write_state_dict(source: ArraySource, path: Path, weights: Sequence[Weight], progress: ProgressBar) -> list[Lost]:
-    """Write the new file `path`, of which `torch.load(path, weights_only=True)` gives the weights by name.
+    """Write the new file `path`, which `torch.load(path, weights_only=True)` reads as weights by name.
 
     Tied parameters are stored under all their names, and share their memory once loaded. Returns the values that the types
     cannot hold. The file is durable when this returns.

@@ -155,7 +155,7 @@ class Common(Listing):
         int | None,
         typer.Option(
             "--memory",
-            help="Limit on memory, in addition to that of Python and its modules.",
+            help="Limit on memory, in addition to what Python and its modules use.",
             metavar="SIZE",
             parser=parse_memory,
             show_default=f"{DEFAULT_MEMORY_BYTES // MIB}MiB",

@@ -115,7 +115,7 @@ def make_run(options: PlanOptions) -> tuple[PlannedRun, dict[str, Any]]:
     if options.micro_batch is not None:
         config = {**config, "train_micro_batch_size_per_gpu": options.micro_batch}
     answers = stand_ins(load_config(config, name=str(options.config or "the proposed config")).settings)
-    # Devices of other machines are assumed to compute both types; torch knows those of this one.
+    # Other machines' devices are assumed to compute both types; torch knows this machine's.
     native = frozenset({"bf16", "fp16"})
     if not gpus or options.gpu_memory is None:
         import torch

@@ -55,7 +55,7 @@ SHIPPED = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention; query, key and value come from one projection."""
+    """Causal self-attention; query, key and value are one projection."""
 
     attend: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
 
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT whose output head is its token embedding; weights come from torch's global generator."""
+    """A GPT whose output head is its token embedding; weights are drawn from torch's global generator."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def serve_command(
     for root in settings.roots:
         if not is_url(root.location) and not os.path.isdir(root.location):
             print(
-                f"warning: there is no folder {root.location}; runs that are made in it later are served",
+                f"warning: there is no folder {root.location}; runs created in it later are served",
                 file=sys.stderr,
             )
     run(settings, lambda url: print(f"serving on {url}", file=sys.stderr, flush=True))

@@ -72,7 +72,7 @@ class TrainOptions:
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Resume from a checkpoint; DIR may be a URL. auto: from the newest in --save, if there is one.",
+            help="Resume from a checkpoint; DIR may be a URL. auto: from the newest in --save, if any.",
             metavar="DIR[@TAG]|auto",
         ),
     ] = None
@@ -212,7 +212,7 @@ def _train(options: TrainOptions, config: Config) -> None:
 
 
 _GRACE_PERIOD_S = 20.0
-"""Time for ranks to exit after one failed: they exchange their errors meanwhile."""
+"""Time for ranks to exit after one has failed, while they exchange their errors."""
 
 
 def launch(command: Sequence[str], num_ranks: int) -> None:

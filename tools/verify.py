@@ -39,7 +39,7 @@ def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None
                 faults += verify_checkpoint(reader, progress.advance)
                 if not faults:
                     progress.say(f"no faults: every chunk of {len(reader.arrays)} arrays matches its checksum")
-            # Of a folder the check reads the files past its reader.
+            # For a folder the check reads the files directly, not through its reader.
             read_bytes = progress.done_bytes if reader.folder.is_local else reader.reading().read_bytes
             document = {"read_bytes": read_bytes, **progress.summary()}
     except CorruptionError as error:

@@ -34,7 +34,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint, by default the newest, in fp32 on the CPU, by their names in the model.
 
-    With `lazy_mode` too they are tensors, all in memory. Raises CheckpointNotFoundError if there is none.
+    With `lazy_mode` too they are tensors, all in memory. Raises CheckpointNotFoundError without a checkpoint.
     """
     with open_checkpoint(checkpoint_dir, tag) as checkpoint:
         frozen = frozen_weights(checkpoint.source) if exclude_frozen_parameters else set()
@@ -51,8 +51,8 @@ def get_optim_files(checkpoint_dir: str) -> list[str]:
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """Load the fp32 weights of a checkpoint into `model` and return it: moved to the CPU, except for an engine's, which goes on
-    training with them (all ranks)."""
+    """Load the fp32 weights of a checkpoint into `model` and return it: moved to the CPU, except for an engine's, which
+    continues training with them (all ranks)."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if any(find_run(parameter) is not None for parameter in model.parameters()):
         with gather(model, modifier_rank=0):

@@ -55,7 +55,7 @@ class RankArray:
     begin: Callable[[int, int], Read]
     """Starts to read local flat elements `[first, stop)` of this rank's shard."""
     shape: tuple[int, ...] | None = None
-    """Shape of the whole array, if it is not the parameter's: then it is cut by its own rows."""
+    """Shape of the whole array if it differs from the parameter's: the array is then cut along its own rows."""
 
     def grid(self, num_ranks: int) -> Grid:
         """Return its partition over `num_ranks` ranks that share the state."""
@@ -148,7 +148,7 @@ class Access:
         """Return the record of a parameter that has the optimizer slot `slot`."""
         record = self.record(name)
         if record.group is None:
-            raise UsageError(f"parameter {name!r} is not trained, so there is no optimizer state of it")
+            raise UsageError(f"parameter {name!r} is not trained, so it has no optimizer state")
         slots = (*(slot.name for slot in self.state.slots_of(record)), *self.state.scalars[record])
         if slot not in slots:
             raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
@@ -197,7 +197,7 @@ class Access:
     def read_into(
         self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[RankArray], *, rank0_only: bool = False
     ) -> None:
-        """Read whole arrays into the targets, 1-D, of their parameters; arrays without one are skipped (all ranks)."""
+        """Read whole arrays into their parameters' targets, 1-D; arrays without a target are skipped (all ranks)."""
 
         def put(source: RankArray, first: int, values: torch.Tensor) -> None:
             target = targets.get(source.record)
@@ -355,7 +355,7 @@ live_runs: weakref.WeakSet[Access] = weakref.WeakSet()
 
 
 def find_run(parameter: nn.Parameter) -> tuple[Access, ParameterRecord] | None:
-    """Return the run of an open engine that has the parameter, and its record; None if none has it."""
+    """Return the run of the open engine that has the parameter, and its record; None if no engine has it."""
     found = ((access, access.guard.records.get(parameter)) for access in list(live_runs))
     return next(((access, record) for access, record in found if record is not None), None)
 
@@ -389,7 +389,7 @@ def _pieces(sources: Sequence[RankArray], num_ranks: int) -> Iterator[_ArrayPiec
 
 
 def _send(world: World, piece: _ArrayPiece, values: torch.Tensor | None, *, rank0_only: bool) -> torch.Tensor | None:
-    """Return a piece, of which its owner has the `values`, on the ranks that want it, None on others (all ranks)."""
+    """Return a piece on the ranks that want it, None on others; its owner passes the `values` (all ranks)."""
     if rank0_only and world.rank not in (0, piece.shard):
         return None
     if values is None:
@@ -453,7 +453,7 @@ class StateOfParameter(Mapping[str, torch.Tensor]):
         return len(self._slots())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are dictionaries of tensors. Raises UsageError on more ranks than one."""
+        """Copies and pickles are dictionaries of tensors. Raises UsageError on several ranks."""
         if self._access.world.world_size > 1:
             raise UsageError(
                 "the optimizer's state cannot be copied or pickled, since it is shared out over ranks: save all of it with "

@@ -85,7 +85,7 @@ class ParameterGuard:
         ]
         """Each parameter with its type, and whether it was frozen."""
         self._versioned = [(record, record.parameter) for record in records if not record.parameter.is_inference()]
-        """Those that have a version counter."""
+        """The tensors that have a version counter."""
         for record, _ in self._versioned:
             record.note_version()
         self._later: dict[nn.Parameter, str] = {}

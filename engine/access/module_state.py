@@ -230,7 +230,7 @@ def weight_files(folder: Path, stem: str = STEM) -> list[Path]:
 
 
 def _check_free(folder: Path, stem: str, *, overwrite: bool) -> None:
-    """Raise CheckpointExistsError if the folder has weights of that name that may not be replaced."""
+    """Raise CheckpointExistsError if the folder has weights of that name that must not be replaced."""
     if overwrite and folder.is_dir():
         return
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):

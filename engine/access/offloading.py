@@ -7,7 +7,7 @@ lp_params                 the model's parameters, on any tier
 lp_grads,                 the memory of gradients: between two steps it is empty, so it is freed, and the next backward
 contiguous_grad_buffer    allocates it again
 Arrays of the store move to the tier and back. The memory of a parameter is copied to an array of the store and freed; the
-parameter is released meanwhile. State on that tier or a lower one stays.
+parameter stays released until it moves back. State on that tier or a lower one stays.
 """
 
 from __future__ import annotations

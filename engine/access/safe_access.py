@@ -365,7 +365,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's rows of a parameter's gradient as `safe_get_full_grad` has it, 1-D."""
+    """Return this rank's rows of the gradient that `safe_get_full_grad` returns, 1-D."""
     gradient, found = safe_get_full_grad(param), _find(param)
     return None if gradient is None or found is None else gradient.flatten()[slice(*found[1].owned_range)].clone()
 

@@ -77,7 +77,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: there are no buffers to free. DeepSpeed's scripts call it."""
+    """Do nothing, since there are no buffers to free. DeepSpeed's scripts call it."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:

@@ -110,9 +110,7 @@ class Engine(nn.Module):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
             for record in training.state.records:
-                record.gather_for_copy = (
-                    gather  # with more ranks a copy that one of them makes would wait for the others
-                )
+                record.gather_for_copy = gather  # on several ranks, a copy made by one would wait for the others
         self._loss_backward = LossBackward(training, self.access, self.report)
         self.signals = StopSignals(training.world)
         ends = contextlib.ExitStack()  # runs from the last to the first
@@ -197,7 +195,7 @@ class Engine(nn.Module):
         if not has_backward and (accumulation.is_new or not accumulation.named):
             raise UsageError(
                 "engine.step() without engine.backward(loss): call both for every micro-batch. loss.backward() serves too, "
-                "where the loss was made of what engine(...) returned"
+                "if the loss was computed from the outputs of engine(...)"
             )
         if boundary and self._open_no_syncs and self.world_size > 1:
             raise UsageError(
@@ -299,7 +297,7 @@ class Engine(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Raise UsageError: the engine trains only the model's parameters."""
         raise UsageError(
-            f"engine.{name} = Parameter(...) would not be trained: give it to the model before initialize()"
+            f"engine.{name} = Parameter(...) would not be trained: add it to the model before initialize()"
         )
 
     # A micro-batch is the input of the model: a tuple or list of arguments, a mapping of keyword arguments, or one argument.
@@ -309,7 +307,7 @@ class Engine(nn.Module):
         """Take one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`; return the mean of their
         losses over all ranks (all ranks).
 
-        By default they are those of the loader that `initialize` returned, epoch after epoch. The model is set to train.
+        By default they are from the loader that `initialize` returned, epoch after epoch. The model is set to train.
         Raises StopIteration, before any computation, if the iterator has fewer, and UsageError within an accumulation.
         """
         self.training_state.require_optimizer("engine.train_batch()")
@@ -398,9 +396,9 @@ class Engine(nn.Module):
         """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
 
         More than `max_file_bytes` are split into numbered files with an index. Names follow `save_filename` (or
-        `filename`), by default those of `from_pretrained`; the ending .bin or .pt becomes .safetensors, with a line in the
-        log. The config of a transformers model is written too. Floating values are rounded from the fp32 masters to `dtype`
-        ("bf16", "fp16", "fp32"; by default the type that the model computes in). Tied weights are written once.
+        `filename`), by default those of `from_pretrained`; the suffix .bin or .pt becomes .safetensors, with a line in
+        the log. The config of a transformers model is written too. Floating values are rounded from the fp32 masters to
+        `dtype` ("bf16", "fp16", "fp32"; by default the type that the model computes in). Tied weights are written once.
         `exclude_frozen_parameters` leaves those out. Takes a few tens of MiB of memory on every rank for any model.
 
         Files are renamed when they are complete and durable; with `overwrite` they replace weights of that name. Raises
@@ -503,13 +501,13 @@ class Engine(nn.Module):
     ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
-        It is committed on return, or, with `wait=False` (default: `checkpoint.writer.decoupled` of the config), on return
-        of the ticket's `wait()` or `wait_for_checkpoint()`, while training continues. `client_state` (or `client_sd`) is a
-        dict of JSON data, tensors, numpy arrays and numbers and `argparse.Namespace`; see [Note: what comes back] in
-        `client_state`. `metrics` are numbers by name, for the config's `keep`. A checkpoint of this run with the same tag
-        is replaced, with one line in the log. Without `save_latest` the folder's `latest` stays.
-        `exclude_frozen_parameters` leaves those out, so that a load keeps the model's, but for `keep_frozen`, names of
-        frozen parameters that no base model has, as in adapters.
+        It is committed on return, or, with `wait=False` (default: `checkpoint.writer.decoupled` of the config), on return of
+        the ticket's `wait()` or `wait_for_checkpoint()`, while training continues. `client_state` (or `client_sd`) is a dict
+        of JSON data, tensors, numpy arrays and numbers and `argparse.Namespace`; see [Note: what comes back] in
+        `client_state`. `metrics` are numbers by name, for the config's `keep`. A checkpoint of this run with the same tag is
+        replaced, with one line in the log. Without `save_latest` the folder's `latest` stays. `exclude_frozen_parameters`
+        leaves those out, so that a load keeps the model's, except for `keep_frozen`: names of frozen parameters missing from
+        the base model, as in adapters.
 
         Within a step the state is saved as the last step left it: a load repeats the step. Raises UsageError there in mode
         "backward" and with a loader of `initialize`, and for client state that cannot be stored, CheckpointExistsError for
@@ -577,7 +575,7 @@ class Engine(nn.Module):
         *,
         signals: Iterable[int] = STOP_SIGNALS,
     ) -> None:
-        """When any rank gets one of `signals`, save in the next `step()` and end the process, with code 75 (all ranks).
+        """When any rank receives one of `signals`, save in the next `step()` and end the process, with code 75 (all ranks).
 
         By default SIGTERM and SIGUSR1; a second one ends the process at once. A function as `client_state` is called in
         that `step()`, and once in the next one from now, which raises UsageError for values that cannot be stored. Raises
@@ -659,7 +657,7 @@ class Engine(nn.Module):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler that `initialize` returned; None without one."""
+        """The scheduler that `initialize` returned, if any."""
         return self.training_state.schedule.scheduler
 
     @property
@@ -787,8 +785,8 @@ class Engine(nn.Module):
             raise
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute if the engine has none of that name, as `engine.config`; `generate` of a sharded
-        model keeps the ranks synchronous."""
+        """Return the model's attribute if the engine has no attribute of that name, as `engine.config`; `generate` of a
+        sharded model keeps the ranks synchronous."""
         try:
             return super().__getattr__(name)
         except AttributeError:

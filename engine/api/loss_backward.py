@@ -2,12 +2,12 @@
 
 [Note: the script's backward]
 The outputs of a forward have hooks. The first hook that fires in a backward starts it as `engine.backward` does, and a
-callback of autograd ends it when all gradients are there. Each hook multiplies its gradient by the loss scale and divides
-it by the accumulation steps, as `engine.backward` does with the loss.
+callback of autograd ends it once all gradients have arrived. Each hook multiplies its gradient by the loss scale and
+divides it by the accumulation steps, as `engine.backward` does with the loss.
 
-That has to happen once on each path. Of several tensors, the one with the newest node cannot be an input of another, and
-gets the hook. Another may be, like the logits from which the model computed its loss: the script gets a view of it, with
-the hook, which the model's own use bypasses.
+That has to happen once on each path. Of several tensors, the one with the newest node cannot be an input of another,
+and gets the hook. Another tensor may be one, like the logits from which the model computed its loss: the script gets a
+view, with the hook, which the model's own use bypasses.
 
 `torch.autograd.grad` fires the hooks too, but adds no gradient to a parameter: nothing is scaled or counted, and sharded
 parameters are gathered and released. The same holds for a frozen engine, whose inputs may need gradients.

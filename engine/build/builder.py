@@ -54,7 +54,7 @@ class BuildStatistics:
     """Bytes of the parameters that are large enough to be sharded."""
 
     live_bytes: int = 0
-    """In memory."""
+    """The parameters in memory."""
     live_peak_bytes: int = 0
     """Maximum of `live_bytes`."""
     stored_bytes: int = 0
@@ -163,7 +163,7 @@ class Builder:
         self.failed = False
         """The ranks build different models, or one failed: they no longer agree on anything."""
         self.from_rank_0 = False
-        """Whether ranks may build different values, of which rank 0's count, and state dicts may have NaN for released ones."""
+        """Whether ranks may build different values (rank 0's are used) and state dicts may have NaN for released values."""
         self.is_handed_over = False
         """Whether another owner closes the store."""
         self.guard = BuildingGuard()
@@ -186,7 +186,7 @@ class Builder:
         return built if built is not None and built.ref() is tensor else None
 
     def enter(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
-        """Register a parameter that has its values in memory."""
+        """Register a parameter whose values are in memory."""
         built = self.find(parameter)
         if built is None:
             built = self._record(parameter, owner, label)
@@ -425,7 +425,7 @@ def around_block() -> Iterator[None]:
 
 
 def leave_to_engine(model: nn.Module) -> None:
-    """Mark the parameters of `model` as those of an engine."""
+    """Mark the parameters of `model` as owned by an engine."""
     for parameter in model.parameters():
         trained[parameter] = None
 
@@ -465,7 +465,7 @@ def open_builder(key: tuple[Any, ...]) -> Builder | None:
 
 
 def find_built(tensor: torch.Tensor) -> tuple[Builder, Built] | None:
-    """Return the builder that released a parameter, and its record; None if the parameter has its values."""
+    """Return the builder that released a parameter, and its record; None if the parameter is not released."""
     builder: Builder | None = _builder_of.get(tensor)  # type: ignore[no-untyped-call]
     built = None if builder is None else builder.find(tensor)
     return None if builder is None or built is None or built.placeholder is None else (builder, built)

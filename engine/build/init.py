@@ -39,9 +39,9 @@ from .store import builder_for
 class Init(AbstractContextManager["Init"]):
     """Within the block, models are built in shards: the values of the plain model, in little memory (all ranks).
 
-    `config` (or `config_dict_or_path`) is that of `initialize`. Each rank's rows of large parameters go to the tier that it
-    gives them: at stage 3 with several ranks or `offload_param`, and wherever the optimizer's state is offloaded. Without a
-    config they go to host memory. If that saves nothing, the block does nothing.
+    `config` (or `config_dict_or_path`) is the config of `initialize`. Each rank's rows of large parameters go to its tier for
+    them: at stage 3 with several ranks or `offload_param`, and wherever the optimizer's state is offloaded. Without a config
+    they go to host memory. If that saves nothing, the block does nothing.
 
     At most `live_bytes` of large parameters stay in memory, in addition to the one in use. `dtype`: the default floating type
     within the block. `module`: a model that was built before; it is sharded at once.

@@ -54,7 +54,7 @@ def require_shapes(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise UsageError(
-                f"parameter {name!r} has no shape before the first batch, as those of nn.LazyLinear: call the model with one, "
+                f"parameter {name!r} has no shape before the first batch, like nn.LazyLinear's: call the model with one, "
                 "on every rank, before initialize()"
             )
 

@@ -41,7 +41,7 @@ _TRIM_BYTES = 64 * 1024 * 1024
 _MAX_LISTED = 8
 """Keys of each kind that an error lists."""
 _IGNORED_KEY = r"rotary_emb\.inv_freq"
-"""Of older files, now computed by the models; transformers ignores it too."""
+"""In older files; now computed by the models. transformers ignores it too."""
 _UNTRAINABLE = ("complex64", *FLOAT8)
 
 
@@ -49,10 +49,10 @@ def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: to
     """Return a model with the weights of a Hugging Face folder, in eval mode, for `zstore.initialize` (all ranks).
 
     `cls` is a transformers class (`LlamaForCausalLM`, `AutoModelForCausalLM`), which is built from the folder's
-    `config.json`, or a function without arguments that builds the model. `config` is that of `initialize`: large
-    parameters go straight to the tier that it gives them, as with `zstore.Init`, and only this rank's rows are read.
-    Without one, several ranks shard them in host memory, and a single one keeps them whole. `dtype`: the parameters' floating
-    type; by default that of each tensor in its file.
+    `config.json`, or a function without arguments that builds the model. `config` is the config of `initialize`: large
+    parameters go straight to its tier for them, as with `zstore.Init`, and only this rank's rows are read. Without one,
+    several ranks shard them in host memory, and a single rank keeps them whole. `dtype`: the parameters' floating type; by
+    default each tensor's type in its file.
 
     Memory: the small parameters, the buffers, and one tensor at a time. Until `initialize` takes the model, a large parameter
     reads as NaN outside of `zstore.gather`.

@@ -1,5 +1,5 @@
-"""Opens the store of a run, or takes over that of a model built in shards with its rows; and makes the records of the model's
-parameters, each with its type, its memory and its state."""
+"""Opens the store of a run, or takes over the store (and rows) of a model built in shards; and creates the records of the
+model's parameters, each with its type, its memory and its state."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bo
 
 
 def _tier(config: Config, world: World) -> TierName | None:
-    """Return the tier of parameters until they are trained: that of their later fp32 values, so that these need no copy."""
+    """Return the tier of parameters until they are trained: the tier of their later fp32 values, which then need no copy."""
     state, own = _TIERS[config.offload_optimizer.device], _TIERS[config.offload_param.device]
     if own == state == "device" and (config.stage < 3 or world.world_size == 1):
         return None
@@ -161,7 +161,7 @@ def open_run_store(
     """Return the placement of all arrays, and their store: the one in which the model was built, or a new one (all ranks).
     `files` and `cuda` as in `open_store`."""
     world, key = built.world, store_key(config)
-    # The budget of a store that is taken over is fixed: "auto" would give another one now.
+    # The budget of a store that is taken over is fixed: "auto" could now yield a different one.
     former = built.builder_of(key)
     budget_bytes = budget_of_rank(config, world) if former is None else former.store.options.host_budget_bytes
     plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=device_is_host)
@@ -283,7 +283,7 @@ class Layout:
             record.release()
         if rows is None:
             first, stop = record.owned_range
-            # Of the same type, the parameter may still use the given memory, which may be released by now.
+            # If the type is the same, the parameter may still use the given memory, which may have been released.
             rows = record.owned() if given.dtype == record.dtype else given.reshape(-1)[first:stop]
         keep(record, rows, placement)
         if (found := self._built.found.pop(tensor, None)) is not None:

@@ -8,9 +8,9 @@ refused until a load replaces it.
 
 [Note: loading by links]
 An array on disk that the checkpoint stores in the same layout on the same file system is not read: its file is linked
-into the run folder, and the next change writes a new file. Its chunks are verified when training first reads them: a damaged
-one raises CorruptionError then, and another checkpoint has to be loaded. Masters of which parameters are cast are read, and
-verified, by the load itself.
+into the run folder, and the next change writes a new file. Its chunks are verified when training first reads them: a
+damaged one raises CorruptionError then, and another checkpoint must be loaded. Masters that parameters are cast from
+are read, and verified, by the load itself.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Restore:
         self.tag = ""
         """Tag of the loaded checkpoint."""
         self.resumes = False
-        """Whether this run continues that of the checkpoint."""
+        """Whether this run continues the checkpoint's run."""
         self.known: dict[str, KnownFile] = {}
         """Files of the checkpoint with the present values of frozen parameters."""
 
@@ -128,7 +128,7 @@ class Restore:
             raise CheckpointNotFoundError(
                 f"ranks {missing} do not see the checkpoint: name a folder that all share"
                 if missing
-                else "ranks found different checkpoints: a tag moved, or one was saved, meanwhile; load again"
+                else "ranks found different checkpoints: a tag moved, or one was saved, during the load; load again"
             )
 
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class Restore:
         return True
 
     def _load_arrays(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
-        """Load arrays; return the masters among them of which parameters are cast already."""
+        """Load arrays; return the masters among them that have already been cast to their parameters."""
         direct: list[Range] = []
         others: list[Range] = []
         store = self._training.state.store
@@ -243,7 +243,7 @@ class Restore:
                 _read_into(ahead, dtype, name, first + tile.first, as_torch(tile.views[0]))
 
     def _note_frozen_files(self, reader: ArraySource, plan: LoadPlan) -> None:
-        """Note the files of frozen parameters, which the next save can link."""
+        """Record the files of frozen parameters for the next save to link."""
         state, world = self._training.state, self._training.world
         frozen = {model_array(record.name): record for record in state.records if record.group is None}
         for name, _, _ in plan.arrays:

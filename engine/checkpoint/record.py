@@ -163,7 +163,7 @@ def as_mapping(state: ClientValues) -> Mapping[str, Any]:
 
 
 def check_client_state(state: ClientValues) -> None:
-    """Raise UsageError, which names the key, for a value that a save cannot store."""
+    """Raise UsageError naming the key for a value that a save cannot store."""
     encode_state(split_tensors(as_mapping(state))[0], "client_state")
 
 

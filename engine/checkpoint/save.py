@@ -155,7 +155,7 @@ class Checkpoints:
         return handle
 
     def note_folder(self, folder: str) -> None:
-        """Note the folder of later checkpoints. Raises UsageError for a URL that no file system opens."""
+        """Set the folder of later checkpoints. Raises UsageError for a URL that no file system opens."""
         self.folder = self.folder or folder
         self._journal.saves_in(*self._destination(folder))
 
@@ -237,7 +237,7 @@ class Checkpoints:
         small: Small,
         report: Callable[[SaveSummary | BaseException], None],
     ) -> SaveRequest:
-        """Pin the present state, and return the request of its save. Rank 0 stores small arrays whole."""
+        """Pin the current state, and return the request to save it. Rank 0 stores small arrays whole."""
         training = self._training
         state, store = training.state, training.state.store
         left_out = set(self._left_out(options))
@@ -282,7 +282,7 @@ class Checkpoints:
             raise
 
     def _reserved(self, options: SaveOptions, folder: Path) -> int:
-        """Return the bytes that the next step needs for new files while the save keeps the present ones."""
+        """Return the bytes that the next step needs for new files while the save keeps the current ones."""
         training, store = self._training, self._training.state.store
         # A save that waits and copies to another drive keeps no files when training continues.
         drives = store.options.all_paths
@@ -360,7 +360,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Small:
-    """The record of a save, and the arrays that rank 0 stores whole; other ranks have none."""
+    """The record of a save, and the arrays that rank 0 stores whole (empty on other ranks)."""
 
     state: dict[str, Any]
     specs: dict[str, ArraySpec]

@@ -42,7 +42,7 @@ class Config:
     world_size: int = 1
     """Ranks of the run, once resolved."""
     frozen: bool = False
-    """For an engine without an optimizer: there is no state to offload, and no step."""
+    """For an engine without an optimizer, which has no state to offload and takes no steps."""
     whole_tensors: bool = False
     """The optimizer's step needs whole tensors, which ranks exchange."""
     keeps_whole: bool = False
@@ -62,7 +62,7 @@ class Config:
     def resolve(self, context: ResolveContext) -> "Config":
         """Return this config with every "auto" and the batch sizes filled in from `context`.
 
-        Raises ConfigError that names all keys that are impossible, or contradict each other at this world size.
+        Raises ConfigError naming all keys that are impossible, or conflict at this world size.
         """
         settings, problems, defaults = resolve_settings(self.settings, context)
         if problems:
@@ -238,7 +238,7 @@ class Config:
 
     @property
     def secondary_size(self) -> int | None:
-        """Ranks that share a second copy of the parameters; None: there is none."""
+        """Ranks that share a second copy of the parameters; None: no second copy."""
         return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None
 
 

@@ -28,7 +28,7 @@ class Status(Enum):
     REFUSED = "refused"
     """Training without it would differ from what the config says: an error."""
     WRONG = "error"
-    """An unknown key, a wrong value, or a contradiction to another key."""
+    """An unknown key, a wrong value, or a conflict with another key."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class Section(BaseModel):
         return iter(())
 
     def prepare(self, model: Any) -> None:
-        """Change a model as the section, if on, says, before an engine is made of it."""
+        """Change a model as the section, if enabled, requires, before an engine is created for it."""
 
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
-        """Return (train batch, micro-batch, accumulation steps) for a world size. Raises ValueError, with advice, if there are
-        none."""
+        """Return (train batch, micro-batch, accumulation steps) for a world size. Raises ValueError, with advice, if none
+        fit."""
         raise NotImplementedError
 
     @property
@@ -188,7 +188,7 @@ def _docstrings(kind: type) -> dict[str, str]:
         return {}
     try:
         source = inspect.getsource(kind)
-    except OSError:  # made from a table, which has the descriptions
+    except OSError:  # generated from a table that has the descriptions
         return {}
     found = {}
     for pair in pairwise(ast.parse(source).body[0].body):  # type: ignore[attr-defined]

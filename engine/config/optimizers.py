@@ -168,7 +168,7 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Rprop": _params("Rprop", lr=1e-2, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=False),
     "Lion": _params("Lion", _LION, lr=1e-3, betas=(0.9, 0.999), **_SGD),
 }
-"""By class name; extras add theirs."""
+"""The sections by class name; extras add their own."""
 
 
 class OptimizerSection(Section):

@@ -76,7 +76,7 @@ def load_jsonc(text: str, source: str) -> dict[str, Any]:
 
 
 def _hjson(text: str) -> dict[str, Any] | None:
-    """Return the object in `text` as Hjson; None if there is none, or the package is not installed."""
+    """Return the object in `text` as Hjson; None if it is not one, or the package is not installed."""
     if find_spec("hjson") is None:
         return None
     try:
@@ -118,7 +118,7 @@ class _Reader:
     def __init__(self) -> None:
         self.errors: list[Notice] = []
         self.written: dict[str, str] = {}
-        """By the dotted path of each key that is set, in the schema's spelling, the path as written."""
+        """The path as written, by the dotted path (in the schema's spelling) of each key that is set."""
 
     def section(
         self, kind: type[Section], raw: object, path: str = "", written: str = "", others: Variants | None = None
@@ -201,8 +201,8 @@ def parse(raw: Mapping[str, Any]) -> tuple[ConfigSections, list[Notice], Mapping
 
 
 def _effect(one: Setting, settings: ConfigSections, written: str) -> Notice:
-    """Return the effect of a key without regard to the others, but for the stage and its section's switch; the text of one that
-    acts is empty."""
+    """Return the effect of a key regardless of others, except for the stage and its section's switch; the text is empty if
+    the key acts."""
     (status, why), stages, stage = about(one.field), stages_of(one.field), settings.zero_optimization.stage
     if one.section.is_off and one.name != one.section.switch:
         return Notice(Status.NO_EFFECT, f"{one.section.switch} turns the section off", (written,))
@@ -297,7 +297,7 @@ def _unknown(section: type[Section], path: str, name: str, others: Variants) -> 
 
 
 def rules(settings: ConfigSections) -> Iterator[Notice]:
-    """Yield the keys that have no effect with the other keys of this config, and the contradictions between keys."""
+    """Yield the keys that have no effect with the other keys of this config, and the conflicts between keys."""
     if settings.fp16.enabled is True and settings.bf16.enabled is True:
         yield Notice(Status.WRONG, "both are true; set one of them to false", ("fp16.enabled", "bf16.enabled"))
     for key in ("wall_clock_breakdown", "memory_breakdown"):

@@ -364,11 +364,11 @@ class ZstoreSection(Section):
     torch.distributed."""
     step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = built("auto")
     """When the update runs; the bits are the same in all modes. "none": in step(). "forward": after it, each unit before the
-    next forward needs it. "backward": each unit as its gradients arrive, and what is left at the end as "forward"; this cannot
-    undo a step that is not finite, and with clipping or loss scaling it is treated as "forward". "auto": "backward" if state
-    or parameters are offloaded, and so "forward" with clipping; else "none". Parameters that are not gathered before their use
-    (stages 0 to 2; a rank alone without offload_param; those that persist) are updated in step() at the latest; and at
-    stages 0 and 1 of several ranks "backward" is treated as "none"."""
+    next forward needs it. "backward": each unit as its gradients arrive, and what is left at the end as "forward"; this
+    cannot undo a step that is not finite, and with clipping or loss scaling it is treated as "forward". "auto": "backward" if
+    state or parameters are offloaded, hence "forward" with clipping; else "none". Parameters that are not gathered before
+    their use (stages 0 to 2; a rank alone without offload_param; those that persist) are updated in step() at the latest; and
+    at stages 0 and 1 of several ranks "backward" is treated as "none"."""
     host_kernel: Annotated[Literal["auto", "torch"], OneOf()] = built("auto")
     """Kernel that updates Adam and AdamW state in host memory and from disk; the bits are the same. "auto": a C kernel,
     in one pass, if built with zstore or by `cc`; on x86 with AVX2 and FMA. "torch": torch's fused kernel, between casts."""

@@ -68,7 +68,7 @@ class ElasticitySection(Section):
     num_gpus_per_node: Positive = built(1)
     """Ranks of a node: valid world sizes are multiples. A max_gpus of less than a node is no limit."""
     prefer_larger_batch: Bool = built(True)
-    """Of batches with as many valid world sizes use the larger; false: the smaller."""
+    """Among batches with equally many valid world sizes use the larger; false: the smaller."""
     ignore_non_elastic_batch_info: Bool = built(False)
     """Ignore the config's batch sizes; false: they are an error."""
 

@@ -25,7 +25,7 @@ rank r averages chunk r.
    averages it, and keeps the new loss.
 2. That rank sums the messages in the order of ranks, divides, adds the server error (the loss of its last mean), sends the
    mean as signs and a scale to all, and keeps the loss.
-All ranks decode the same bytes, and so get the same bits. The scale is the mean of absolute values, for which the loss is
+All ranks decode the same bytes, so their bits agree. The scale is the mean of absolute values, for which the loss is
 smaller than the message, so that errors do not grow (https://arxiv.org/abs/1901.09847, lemma 8).
 """
 
@@ -70,7 +70,7 @@ class TensorState:
     scalars: Scalars
     master: torch.Tensor
     slots: dict[str, torch.Tensor]
-    """By the names of the rule's `slots` and `own_slots`; zero at first."""
+    """The state by the names of the rule's `slots` and `own_slots`; initially zero."""
 
     def follow(self, gradient: torch.Tensor) -> torch.Tensor:
         """Update the momentum with the gradient, and return it."""
@@ -110,7 +110,7 @@ class AdamRule(Kernel):
 
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     own_slots: ClassVar[tuple[str, ...]] = ()
-    """Slots that differ by rank, and so are not in the store."""
+    """Slots that differ between ranks, so they are not in the store."""
     numbers: ClassVar[tuple[str, ...]] = ("step", "variance_updates")
     """Scalars of the state, initially 0; `step` counts the updates."""
 

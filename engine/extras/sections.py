@@ -17,7 +17,7 @@ EpsPair = Annotated[
 
 
 class LambParams(MomentParams):
-    """Arguments of LAMB: Adam whose step is scaled, for each tensor, by the norm of the weights over that of the update."""
+    """Arguments of LAMB: Adam whose step is scaled, for each tensor, by the weights' norm over the update's."""
 
     whole_tensors = True
 
@@ -59,7 +59,7 @@ class MuonParams(OptimizerParams):
     whole_tensors = True
 
     lr: Real | Auto | None = built(None)
-    """Learning rate of both. Unset: 0.02 for Muon and 0.0003 for Adam, as DeepSpeed has it."""
+    """Learning rate of both. Unset: 0.02 for Muon and 0.0003 for Adam, as in DeepSpeed."""
     muon_lr: Real | None = built(None)
     """Learning rate of Muon, in place of lr."""
     adam_lr: Real | None = built(None)
@@ -89,7 +89,7 @@ class _OneBitParams(MomentParams):
     """The optimizer that sends gradients."""
 
     bias_correction: Bool = built(True)
-    """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them
+    """Correct the moments for starting at zero, so that the warm-up matches the exact optimizer's; false: use them
     uncorrected, as DeepSpeed always does."""
     weight_decay: Real | Auto = built(0.0)
     """Decoupled decay of the weights per step, times lr."""
@@ -200,7 +200,7 @@ class Pattern(Section):
     attention: Annotated[Literal["unidirectional", "bidirectional"], OneOf()] = built("bidirectional")
     """"unidirectional": tokens attend to no later ones; a causal model is so in any case."""
     different_layout_per_head: Bool = built(False)
-    """Let heads have layouts of their own: other random blocks, other global blocks of "fixed"."""
+    """Let heads have different layouts: different random blocks, different global blocks of "fixed"."""
     num_local_blocks: Positive | None = built(None)
     """Blocks of a window of "fixed". Unset: 4."""
     num_global_blocks: Count | None = built(None)

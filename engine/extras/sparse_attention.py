@@ -1,6 +1,6 @@
 """Layouts of patterns, their masks, attention under them, and its use in models.
 
-A sequence is cut into blocks of `block` tokens, the last of which may be short. A layout has for each pair of blocks
+A sequence is cut into blocks of `block` tokens, the last of which may be short. For each pair of blocks, a layout says
 whether queries of one attend to keys of the other. Sources: fixed, Child et al., "Generating Long Sequences with Sparse
 Transformers" (arXiv 1904.10509); bigbird, Zaheer et al. (arXiv 2007.14062); bslongformer, Beltagy et al. (arXiv 2004.05150)
 at the granularity of blocks.
@@ -165,7 +165,7 @@ def apply(model: nn.Module, pattern: Pattern) -> int:
     """Use `pattern` for the attention in `model`; return the number of modules or transformers models that use it.
 
     These are modules with `use_attention(attend)`, as in zstore's models, and transformers models whose attention
-    transformers can exchange; their attention to another sequence stays dense. Raises UsageError if there are none.
+    transformers can exchange; their attention to another sequence stays dense. Raises UsageError if no module is either.
     """
     count = 0
     inner: set[nn.Module] = set()

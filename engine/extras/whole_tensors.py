@@ -6,10 +6,10 @@ A round has as many tensors as there are ranks, the largest first, and rank i ow
 1. every rank reads its rows of master, slots and gradient of all tensors of the round, from any tier, the gradient
    in fp32 and multiplied once (see [Note: the update]);
 2. one exchange gives each owner its whole tensor, and the class's own step runs over it, on the device that computes;
-3. one exchange returns master and slots, and every rank writes its rows and casts the parameter's own.
-So the bits are those of the class over the whole tensor on every tier, stage and number of ranks; and memory is bounded by
-four copies of one tensor: read, received, whole, and to send back. If every rank has all rows nothing is exchanged, and
-each updates every tensor.
+3. one exchange returns master and slots, and every rank writes its rows and casts the parameter's own. So the bits
+equal the class's own over the whole tensor on every tier, stage and number of ranks; and memory is bounded by four
+copies of one tensor: read, received, whole, and to send back. If every rank has all rows nothing is exchanged, and each
+updates every tensor.
 
 A rank that fails continues with the exchanges, since others wait in them, and raises at the end.
 """
@@ -129,7 +129,7 @@ class _Part:
 
     @property
     def array(self) -> str:
-        """Name of the array in the store; the gradient has none."""
+        """Name of the array in the store; the gradient is not stored."""
         name = self.record.name
         return model_array(name) if self.slot is None else optimizer_array(self.slot.name, name)
 
@@ -216,7 +216,7 @@ class TensorStep(Stepper):
         return row[part.offset : part.offset + part.grid.shard_valid_numel(self._rank)]
 
     def _kept(self, tensors: Sequence[_Tensor], rows: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
-        """Return the masters and slots of which this rank has rows, with these parts of `rows`."""
+        """Return the masters and slots that this rank has rows of, with these parts of `rows`."""
         parts = [
             (part, self._rows(part, row)) for row, one in zip(rows, tensors, strict=False) for part in one.parts[:-1]
         ]
@@ -381,10 +381,10 @@ def _slots(kernel: Kernel, shape: Sequence[int], _world_size: int) -> Slots:
 class Lamb(torch.optim.Optimizer):
     """LAMB (https://arxiv.org/abs/1904.00962) with the arguments, the limits and the bias correction of DeepSpeed's FusedLamb.
 
-    `update = moment / (sqrt(second moment) + eps) + weight_decay * weights`, or with `eps_inside_sqrt`
-    `moment / sqrt(second moment + eps) + ...`. The weights lose `rate * factor * update`, where `rate` is
-    `lr * sqrt(1 - beta2^t) / (1 - beta1^t)` (`lr` without `bias_correction`) and `factor` is the norm of the tensor's
-    weights over that of its update, from `min_coeff` to `max_coeff`, and 1 where one of them is 0.
+    `update = moment / (sqrt(second moment) + eps) + weight_decay * weights`, or with `eps_inside_sqrt` `moment / sqrt(second
+    moment + eps) + ...`. The weights lose `rate * factor * update`, where `rate` is `lr * sqrt(1 - beta2^t) / (1 - beta1^t)`
+    (`lr` without `bias_correction`) and `factor` is the norm of the tensor's weights over its update's norm, from `min_coeff`
+    to `max_coeff`, and 1 if either norm is 0.
 
     The norms are of whole tensors: on an engine at stages 1 to 3 and offloaded, each tensor is updated whole by one rank.
     """

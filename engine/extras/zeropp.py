@@ -247,7 +247,7 @@ class QuantizedReduction:
         return False
 
     def _advance(self) -> bool:
-        """Start the next hop when the running one is complete; return False if there is none."""
+        """Start the next hop once the current one is complete; return False after the last."""
         if self._hop + 1 == len(self._reducer.hops):
             return False
         self._work.wait()
@@ -322,7 +322,7 @@ def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: Worl
     if config.zero.zero_quantized_weights:
         found = replace(found, gathers=QuantizedGathers())
     if config.zero.zero_quantized_gradients and sharding.gradients and world.world_size > 1 and not config.frozen:
-        # In two hops, first within groups.
+        # Two hops, the first within groups.
         near = config.secondary_size or world.local_world_size or world.world_size
         group_size = near if 1 < near < world.world_size and world.world_size % near == 0 else world.world_size
         reducer = QuantizedReducer(world, config.zstore.quantized_gradient_bits, group_size=group_size)

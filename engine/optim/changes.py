@@ -14,8 +14,8 @@ gradient on any rank, in order:
 Parameters whose arrays are in one memory and stored as the kernel takes them need no pass, unless others do in the
 background, which keeps the order: phases 2 to 4 run over their memory (`OptimizerState.in_place`), many small parameters in
 one call of each of torch's kernels for lists of tensors, large ones in tiles. What a step does with which parameters is
-planned once (`UpdatePlan`, `_Batch`). In host memory one kernel takes phases 2 to 4 of Adam's tiles in one pass, if it is
-there ([Note: the host kernel]).
+planned once (`UpdatePlan`, `_Batch`). In host memory one kernel, if available, runs phases 2 to 4 of Adam's tiles in one pass
+([Note: the host kernel]).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Rows = Callable[[Sequence[ParameterRecord]], Iterable[torch.Tensor | None]]
 Admit = Callable[[ParameterRecord, bool], bool]
 """Asked, with the record and whether to wait for it, before its state is touched: whether that may be."""
 Done = Callable[[ParameterRecord], None]
-"""Called when a record's new state, and its new rows, are the present ones."""
+"""Called once a record's new state and new rows are the current ones."""
 
 
 class _Change:
@@ -76,7 +76,7 @@ class _Change:
         """First arrays of a tile: the master and the slots."""
         casts = record.stored_array is None and not state.is_master(record)
         self._own = record.owned() if casts else None
-        """The parameter's own rows, if the master is to be cast into them."""
+        """The parameter's own rows, if the master is cast into them."""
         self._after = changes.last_read([record])
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are (in) the master, on their way to the rest of its state in host memory."""
@@ -131,7 +131,7 @@ class _Change:
 def _host_of(
     state: OptimizerState, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, own: torch.Tensor | None
 ) -> HostKernel | None:
-    """Return the kernel that takes phases 2 to 4 of a parameter in one pass, if there is one; see [Note: the host kernel]."""
+    """Return the kernel that runs phases 2 to 4 of a parameter in one pass, if any; see [Note: the host kernel]."""
     is_host = state.transfers.streams.is_host
     if state.host is None or (own is None and master.numel() < _MIN_FP32 and gradient.dtype == torch.float32):
         return None
@@ -238,16 +238,16 @@ class _Batch:
         self.masters = [place.master for _, place in places]
         links = [transfers.link(*each) for each in zip(rows, self.masters, strict=True)]
         self.crossing = [[n for n, one in enumerate(links) if one == link] for link in set(links) if link]
-        """Numbers of gradients that are not in the memory of their master, those of each direction together."""
+        """Numbers of the gradients that are not in their master's memory, grouped by direction."""
         self._memory = [(record, record.full, record.shard) for record, place in places if place.casts]
         on_host = [master.numel() for master in self.masters if is_host(master)]
-        alone = in_background or state.host is not None  # which has threads of its own
+        alone = in_background or state.host is not None  # the host kernel has its own threads
         alone = alone or not all(isinstance(state.kernel_of(record)[0], FusedAdam) for record, _ in places)
         self.threads = 1 if alone else threads_for(on_host)
         self.num_threads = num_threads(
             state.host_ranks, beside_compute=in_background and transfers.streams.device_is_host
         )
-        """Those of a host kernel."""
+        """Threads of a host kernel."""
         self.portions: list[_Portion] = []
         last: dict[Any, _Portion] = {}
         for number, (record, place) in enumerate(places):  # small ones go together, large ones in tiles
@@ -266,7 +266,7 @@ class _Batch:
                 last[key].add(record, number, place, own, (first, stop))
 
     def fits(self, changes: Changes) -> bool:
-        """Return whether parameters have the memory that they had, and those of a portion still take the same step."""
+        """Return whether parameters still have the same memory, and all of a portion still take the same step."""
         for record, full, shard in self._memory:
             if record.full is not full or record.shard is not shard:
                 return False
@@ -333,7 +333,7 @@ class UpdatePlan:
             self.places = {}
         self.most = _MAX_IN_BACKGROUND if in_background else _MAX_IN_STEP
         self.batches = list(_admitted(list(self.places), None, self.most))
-        """Those in place, as they are changed together."""
+        """The parameters updated in place, in groups that are changed together."""
         passing = _Passing(state, [record for record in mine if record not in self.places])
         several = not in_background and passing.from_disk and passing.takes_threads
         count, before, total = num_consumers() if several else 1, 0, sum(r.owned_numel for r in passing.records)
@@ -343,7 +343,7 @@ class UpdatePlan:
             before += record.owned_numel
         self.parts = [_Passing(state, part) for part in parts if part]
         self.in_background = in_background
-        """Whether the loop goes on during the update."""
+        """Whether the loop continues during the update."""
         self.begun: list[Stream] = []
         """Passes of the parts that were begun ahead of the update, until it takes them over."""
 
@@ -354,7 +354,7 @@ class UpdatePlan:
         return state.planned((UpdatePlan, in_background, *records), make)
 
     def read_ahead(self, store: Store) -> None:
-        """Begin to read the first of the parameters from disk. Do nothing if that fails: then the update will too, with an
+        """Start reading the first parameters from disk. Do nothing if that fails: then the update will too, with an
         error on all ranks."""
         if any(part.from_disk for part in self.parts):
             with suppress(ZstoreError):
@@ -378,7 +378,7 @@ class Changes:
         self._plan = plan = UpdatePlan.of(state, records, in_background=in_background)
         self._begun, plan.begun = plan.begun, []
         self.last_read = last_read
-        """Returns when the device has read the own rows of parameters for the last time; None: what it was asked for so far."""
+        """Returns when the device last reads the parameters' own rows; None: after all work submitted so far."""
         self.room = Scratch()
         self._steps: dict[ParameterRecord, ParameterStep] = {}
         self._shared: dict[tuple[Any, ...], ParameterStep] = {}

@@ -38,8 +38,8 @@ class Lion(torch.optim.Optimizer):
     `moment = beta2 * moment + (1 - beta2) * gradient`. Weight decay is decoupled: weights lose `lr * weight_decay` of
     themselves first.
 
-    Each element is updated by itself, so that it works at every stage and tier. Its rate is usually a third to a tenth of
-    AdamW's.
+    Each element is updated independently, so it works at every stage and tier. Its rate is usually a third to a tenth
+    of AdamW's.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def called(closure: Callable[[], Any] | None) -> Any:
-    """Return what a closure returns, with gradients on; None without one."""
+    """Return the result of a closure, run with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -156,7 +156,7 @@ class ParameterStep:
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
     def scalars(self) -> Scalars:
-        """Return the scalars of each of the parameters after the step; no tile need have come before."""
+        """Return the scalars of each parameter after the step, even if no tile has been processed."""
         return self._after
 
 
@@ -169,11 +169,11 @@ class SlotArray:
     entry: str = ""
     """Entry of the class's state that it belongs to."""
     shape: tuple[int, ...] | None = None
-    """Its shape, if that is not the parameter's and it is cut over the ranks by its own rows."""
+    """Its shape, if that differs from the parameter's: it is then cut over the ranks by its own rows."""
 
 
 class SlotCodec:
-    """How the slots of a parameter are stored, tile by tile: this one as the kernel has them. Others are in `rules.codecs`."""
+    """How the slots of a parameter are stored, tile by tile: here unchanged. For other codecs see `rules.codecs`."""
 
     is_plain = True
     """Whether that is so."""
@@ -392,7 +392,7 @@ def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> F
     if kind not in ELEMENT_WISE:
         names = ", ".join(known.__name__ for known in ELEMENT_WISE)
         raise UsageError(
-            f"optimizer {kind.__name__} is not known to update each element by itself, but state that is sharded (stages 1 "
+            f"optimizer {kind.__name__} is not known to update elements independently, but state that is sharded (stages 1 "
             f"to 3) or offloaded is updated in tiles; use one of {names}; Adafactor, Muon, zstore.optim.Lamb or "
             "MuonWithAdam, whose tensors ranks bring together; or stage 0 without offload, where it steps whole tensors"
         )

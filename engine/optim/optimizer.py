@@ -59,7 +59,7 @@ class LossScaler:
             raise NonFiniteError(
                 f"step {step}: the norm of the gradients is {norm}; {changed}. "
                 "Look for a loss that is NaN or infinite, or lower the learning rate; "
-                '"zstore": {"non_finite_gradients": "skip"} goes on without such steps'
+                '"zstore": {"non_finite_gradients": "skip"} continues without such steps'
             )
         return False
 
@@ -96,8 +96,8 @@ class LossScaler:
         return {name: getattr(self, name) for name in _STATE}
 
     def rules(self) -> dict[str, Any] | None:
-        """Return the settings by which the scale changes, for a checkpoint that other software continues from; None if it
-        does not change."""
+        """Return the settings of a dynamic scale, for a checkpoint that other software continues from; None if it is
+        constant."""
         if self.settings is None or self.settings.loss_scale:
             return None
         return {name: getattr(self.settings, name) for name in _RULES}
@@ -127,7 +127,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 setattr(self, name, change)
         self.param_groups = client.param_groups
         self.client = client
-        """The given object, or one made from the config."""
+        """The given object, or one created from the config."""
         self.state = client.state
         self.scaler: LossScaler | None = None
         """The engine's loss scale; None until there is an engine."""

@@ -2,14 +2,14 @@
 
 [Note: rules]
 A rule names optimizer classes, gives the kernel of each of their parameter groups, and the stepper. Without a stepper
-steps run over tiles. `register` takes further rules, such as those of `engine/extras`.
+steps run over tiles. `register` adds further rules, such as the ones in `engine/extras`.
 
 [Note: the client's own step]
-An optimizer that is not known to update each element by itself cannot run over tiles. If all state is whole on every
-rank's device (stage 0 without offload) its own object takes the step. Meanwhile each parameter with a gradient is its
-fp32 master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast
-into the parameter's memory. The optimizer's state is its own, so that it may have any shape; a checkpoint has it
-with the client's state, by parameter name. Every rank takes the same step.
+An optimizer that is not known to update each element independently cannot run over tiles. If all state is whole on every
+rank's device (stage 0 without offload) its own object takes the step. During it each parameter with a gradient is its fp32
+master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast into the parameter's
+memory. The optimizer's state is its own, so that it may have any shape; a checkpoint has it with the client's state, by
+parameter name. Every rank takes the same step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Stepper(ABC):
     keeps_state: ClassVar[bool] = False
     """Whether it keeps state outside the store, which a checkpoint has among the client's."""
     needs_saved: ClassVar[bool] = False
-    """Whether a load without that state would go on from nothing."""
+    """Whether a load without that state would restart from nothing."""
     owns_gradients: ClassVar[bool] = False
     """Whether ranks may keep gradients of their own until it exchanges them; `averaged` says which."""
     name: str
@@ -68,7 +68,7 @@ class Stepper(ABC):
         return set()
 
     def agreed_norm(self, norm: float) -> float:
-        """Return the norm that all ranks go by, of that of this rank's gradients (all ranks)."""
+        """Return the norm that all ranks use, given the norm of this rank's gradients (all ranks)."""
         return norm
 
     def state(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Rule:
     stepper: Callable[[torch.optim.Optimizer, OptimizerState, World], Stepper] | None = None
     """Makes the stepper, for all ranks. None: steps run over tiles."""
     slots: Callable[[Kernel, Sequence[int], int], Slots] = lambda kernel, *_: kernel.slots
-    """Gives a kernel's arrays for a parameter of a shape, at a world size, for the plan."""
+    """Returns a kernel's arrays for a parameter of a shape, at a world size, for the plan."""
     make: Callable[[Any, Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None
     """Makes an optimizer of the class over a model, from groups, which keep the settings that they have, and a config's
     arguments. None: the class itself does."""
@@ -192,7 +192,7 @@ register(TILES)
 
 
 MakeCodec = Callable[[Config, Sequence[Kernel], str], SlotCodec | None]
-"""Returns the codec that a config asks for, for the kernels of an optimizer of this name; None: it asks for none."""
+"""Returns the codec that a config selects for the kernels of an optimizer of this name; None: no codec."""
 codecs: list[MakeCodec] = []
 
 
@@ -218,7 +218,7 @@ def check_client(client: torch.optim.Optimizer, config: Config) -> None:
     closure = inspect.signature(type(client).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
-            f"optimizer {type(client).__name__} is not known to update each element by itself, and takes its step with a "
+            f"optimizer {type(client).__name__} is not known to update elements independently, and its step needs a "
             "closure, which the engine cannot call: use one whose step() needs none"
         )
     if config.step_overlap == "backward":

@@ -32,7 +32,7 @@ _MAX_PLANS = 16
 
 
 class InPlace(NamedTuple):
-    """The arrays of a parameter, whole, in one memory, of which an update converts none: 1-D, of one length."""
+    """The whole arrays of a parameter, in one memory, that an update does not convert: 1-D, of one length."""
 
     names: list[str]
     master: torch.Tensor
@@ -44,8 +44,8 @@ class InPlace(NamedTuple):
 
 
 class OptimizerState:
-    """This rank's arrays. `kernels` has one entry for each parameter group; `types` says in which type gradients wait on
-    disk; `host_ranks` ranks share the cores with the kernel of state in host memory, or with 0 that is torch's."""
+    """This rank's arrays. `kernels` has one entry per parameter group; `types` gives the type of gradients that wait on disk;
+    `host_ranks` ranks share the cores with the kernel of state in host memory, or with 0 that is torch's."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class OptimizerState:
         self.owns_fp32 = False
         """Whether fp32 parameters are their own masters wherever their slots are; set before `add`."""
         self.host: HostKernel | None = None
-        """The kernel of state in host memory; None: torch's, or there is no such state."""
+        """The kernel of state in host memory; None: torch's kernel, or no such state."""
         self.host_ranks = host_ranks
         self._types = types or GradientTypes(summed=torch.float32)
         self.kernels = kernels
@@ -79,7 +79,7 @@ class OptimizerState:
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self.plans: dict[Any, Any] = {}
-        """What `planned` returned before; cleared by those who change kernels, or take memory away."""
+        """Cached results of `planned`; cleared when kernels change or memory is taken away."""
         self._arrangement = self._num_planned = 0
         """The store's arrangement that they are of, and the length of their keys."""
         self._own_master: set[ParameterRecord] = set()
@@ -174,7 +174,7 @@ class OptimizerState:
         return () if record.group is None else self.kernels[record.group].arrays(record.owned_numel, record.shape)
 
     def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
-        """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""
+        """Return how this rank's state of a parameter is cut: an array of the parameter's shape, or of `slot`'s."""
         if slot is None or slot.shape is None:
             return record.state_grid
         return make_grid(stored_shape(slot.shape), record.world_size if self.is_sharded else 1)
@@ -264,7 +264,7 @@ class OptimizerState:
         )
 
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
-        """Call `change` once, when a pass has begun with all of `groups`: nobody else reads the changed arrays."""
+        """Call `change` once, when a pass has begun with all of `groups`, so that nothing else reads the changed arrays."""
         with self.passing(groups, "update") as tiles:
             for tile in tiles:
                 if tile.group == len(groups) - 1 and tile.first == 0:

@@ -1,16 +1,16 @@
 """Tickets of an update, one for each parameter: the loop, the backward, readers and saves go by them.
 
 [Note: an update in the backward]
-The update goes over the parameters in the order in which their gradients are expected, and takes each when its gradient
-is final. It begins nothing more when the backward is over: `step()` updates the others, or begins to in the background.
+The update processes the parameters in the order in which their gradients are expected, each once its gradient is final. It
+starts nothing more when the backward is over: `step()` updates the rest, or starts that in the background.
 
 A read of a parameter after its update had begun would get other bits than in the other modes. So it is an error:
 a node of the graph that saved the parameter finds another version counter, and a module that is called again,
 for recomputation in the backward or a forward before `step()`, is watched.
 
-A gradient is freed as its update takes it. Those of offloaded state wait in host memory if the budget holds them, and the
-backward waits for nothing; of others no more than a few units' are held, and a backward that is ahead waits for the update.
-The changes are final: those of an abandoned update stay.
+A gradient is freed as its update takes it. Gradients of offloaded state wait in host memory if the budget holds them, and
+never block the backward; of others no more than a few units' are held, and a backward that gets ahead waits for the update.
+The changes are final: an abandoned update's changes stay.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class TicketState(Enum):
     """How far the update of one parameter is."""
 
     EXPECTED = "expected"
-    """Its gradient is not final: the backward may still read the parameter, and nobody waits for its update."""
+    """Its gradient is not final: the backward may still read the parameter, and nothing waits for its update."""
     FINAL = "final"
     """Its gradient is final and the update may begin; no module may read the parameter until `step()`."""
     RUNNING = "running"
-    """Its state is, or will be, changed: who reads it waits."""
+    """Its state is, or will be, changed: readers wait."""
     DONE = "done"
-    """The new state is the present one, unless the update failed."""
+    """The new state is the current one, unless the update failed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +70,7 @@ class UpdateTicket:
     turn: int = 0
     """How many units' gradients were handed over before it."""
     pins: list[LatePin] = field(default_factory=list)
-    """Those that wait for the new state."""
+    """Pins that wait for the new state."""
 
     @property
     def is_begun(self) -> bool:
@@ -83,7 +83,7 @@ class Tickets:
 
     def __init__(self, state: OptimizerState) -> None:
         self.of: dict[ParameterRecord, UpdateTicket] = {}
-        """By record; of those without rows on this rank in the backward only."""
+        """Tickets by record; records without rows on this rank have one in the backward only."""
         self.error: BaseException | None = None
         """The error that ended the last update early."""
         self._state = state
@@ -98,7 +98,7 @@ class Tickets:
         """Units whose gradients were handed over."""
 
     def begin(self, records: Iterable[ParameterRecord], max_waiting_bytes: float, *, in_backward: bool) -> None:
-        """Begin an update of `records`: in the background, or in a backward, of which so many bytes of gradients may wait."""
+        """Begin an update of `records`: in the background, or in a backward, with a limit on bytes of pending gradients."""
         state = TicketState.EXPECTED if in_backward else TicketState.RUNNING
         with self._changed:
             self.of.clear()
@@ -130,7 +130,7 @@ class Tickets:
         return starved or self._waiting_bytes <= self._max_waiting_bytes
 
     def close(self) -> None:
-        """Note that a backward is over: the thread begins with no further record."""
+        """Mark the backward as over: the thread starts no further record."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -153,7 +153,7 @@ class Tickets:
         return max((self.of[record] for record in records), key=lambda ticket: ticket.turn).last_read
 
     def note_taken(self, records: Iterable[ParameterRecord]) -> None:
-        """Note that gradients wait no longer."""
+        """Mark gradients as no longer pending."""
         with self._changed:
             for record in records:
                 self._waiting_bytes -= self.of[record].waiting_bytes
@@ -161,7 +161,7 @@ class Tickets:
             self._changed.notify_all()
 
     def done(self, record: ParameterRecord) -> None:
-        """Note that a parameter's new state is the present one."""
+        """Mark a parameter's new state as the current one."""
         with self._changed:
             ticket = self.of[record]
             if ticket.pins:
@@ -172,7 +172,7 @@ class Tickets:
             self._changed.notify_all()
 
     def end(self, error: BaseException | None, *, forget: bool) -> None:
-        """Note that the update has ended; with `forget` nobody needs its tickets any more."""
+        """Mark the update as ended; with `forget`, drop its tickets."""
         with self._changed:
             # Together with the error: from now on nothing is pinned.
             self.error, self._max_waiting_bytes = error, math.inf
@@ -203,8 +203,8 @@ class Tickets:
             return all(one.state is TicketState.DONE for one in running)
 
     def pin(self, record: ParameterRecord, names: Sequence[str]) -> dict[str, PinnedShard]:
-        """Return pins of arrays of `record`: of the present version, or of the one that its update will make. Raises UsageError
-        if the update failed."""
+        """Return pins of arrays of `record`: of the current version, or of the version that its update will create.
+        Raises UsageError if the update failed."""
         store = self._state.store
         with self._changed:
             if self.error is not None:
@@ -227,7 +227,7 @@ class ReadGuard:
         tickets: Callable[[], Mapping[ParameterRecord, UpdateTicket]],
     ) -> None:
         self._tickets = tickets
-        """Returns those of an update in the backward that `step()` has not ended."""
+        """Returns the tickets of an update in the backward that `step()` has not ended."""
         self.recomputes = False
         """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, which brings
         gradients in parts."""
@@ -273,7 +273,7 @@ class LatePin:
         self._lock = threading.Lock()
 
     def resolve(self, store: Store, error: BaseException | None) -> None:
-        """Pin the present version, or carry the error that kept it from being made (the update's call)."""
+        """Pin the current version, or store the error that prevented it (called by the update)."""
         with self._lock:
             if self._found.done():  # released before
                 return

@@ -77,7 +77,7 @@ class UpdatePhase(Enum):
 
 
 class Update:
-    """A run's updates, at most one of which runs, on a background thread, with one ticket per record.
+    """A run's updates: at most one at a time, on a background thread, with one ticket per record.
 
     `fetcher` gathers parameters once their update is done. Safe to use from several threads.
     """
@@ -157,7 +157,7 @@ class Update:
         return self.state.planned((Update, *records), divide)
 
     def _not_begun(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
-        """Return those of `records` that no backward has updated."""
+        """Return the `records` that no backward has updated."""
         return [one for one in records if (ticket := self.tickets.of.get(one)) is None or not ticket.is_begun]
 
     def read_ahead(self) -> None:
@@ -239,7 +239,7 @@ class Update:
         self.tickets.end(error, forget=not in_backward)
 
     def join(self) -> None:
-        """Wait until the thread has ended its update. May be interrupted: the update goes on, and the next call waits again."""
+        """Wait until the thread has ended its update. May be interrupted: the update continues, the next call waits again."""
         if self._running is not None:
             self._running.wait_for_end()
             self._running = None

@@ -44,7 +44,7 @@ EndRead = Callable[[Any], None]
 
 
 class Residency(Enum):
-    """Form in which a parameter has its values."""
+    """Form in which a parameter's values are held."""
 
     RESIDENT = "resident"
     """All values, always, in `full`; this rank's rows are a part of it."""
@@ -65,7 +65,7 @@ class RowsInStore:
 
 @dataclass(eq=False, kw_only=True)
 class ParameterRecord:
-    """The engine's data about one parameter, which has no attributes of the engine while it has its values."""
+    """The engine's data about one parameter; while materialized, the parameter has no engine attributes."""
 
     name: str
     """Fully qualified name; of a tied parameter, the first in module order."""
@@ -194,7 +194,7 @@ class ParameterRecord:
         """Allocate the memory of `full`, with undefined values, before a gather; do nothing if it was never freed."""
         if self.is_in_place:
             return
-        padded_numel = self.grid.shard_numel * self.world_size  # those of a replica have no more
+        padded_numel = self.grid.shard_numel * self.world_size  # a replica's rows have no more
         self.full.untyped_storage().resize_(padded_numel * self.full.element_size())
         if self.full.device.type == "cpu":
             advise_huge_pages(self.full.data_ptr(), padded_numel * self.full.element_size())
@@ -252,7 +252,7 @@ class ParameterRecord:
                 "moved them away (engine.reload_states() restores them)"
             )
         return UsageError(
-            f"{operation} of parameter {self.name!r} outside of a forward: it is sharded or offloaded, and has its values "
+            f"{operation} of parameter {self.name!r} outside a forward: it is sharded or offloaded, and is materialized "
             "only in the model's forward and backward. Compute such terms within the forward; to look at values write `with "
             "zstore.gather(parameter):` on all ranks, and to change them `with zstore.gather(parameter, modifier_rank=0):`"
         )

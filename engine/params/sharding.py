@@ -9,12 +9,12 @@ the bits do not depend on what was expected. See docs/design/0004-gradients.md.
 
 [Note: units of a model]
 - A child of an outermost ModuleList that has parameters is a unit with all of its subtree: a transformer block. If it has
-  more elements than may be gathered at a time, it is split into its own parameters and its children, and so on.
+  more elements than may be gathered at once, it is split into its own parameters and its children, and so on.
 - A leaf, a module marked by `mark_leaves`, is a unit with all of its subtree and is never split: ranks may call different
   ones of its modules, such as the experts that their tokens go to.
-- Every other module with parameters of its own is a unit: an embedding, a final norm, an output head.
-- Containers without a forward (ModuleList, ParameterList) are never called, so they are no units: their own parameters go
-  with the module that has them. nn.MultiheadAttention reads its output projection without calling it: it is a whole unit.
+- Every other module that owns parameters is a unit: an embedding, a final norm, an output head.
+- Containers without a forward (ModuleList, ParameterList) are never called, so they are not units: their own parameters go
+  with the containing module. nn.MultiheadAttention reads its output projection without calling it: it is a whole unit.
 - Parameters outside of callable modules make up a last unit without modules; nothing gathers it, so it stays resident.
 - A parameter belongs to the first unit that uses it, which reduces its gradient; every unit that uses it gathers it.
 """
@@ -121,11 +121,11 @@ class Unit:
 
     name: str
     modules: tuple[nn.Module, ...]
-    """Modules whose forward needs the unit: its root first, then those of its subtree with parameters."""
+    """Modules whose forward needs the unit: its root first, then the modules of its subtree with parameters."""
     parameters: tuple[ParameterRecord, ...]
     """All parameters that the modules use, in module order."""
     owned: tuple[ParameterRecord, ...]
-    """Those that belong to this unit."""
+    """The parameters that belong to this unit."""
 
 
 def find_units(

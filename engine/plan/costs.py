@@ -19,7 +19,7 @@ from .placement import HEADROOM_PERCENT, fill_device, make_plan, without_headroo
 from .plan import Bytes, ParameterShape, Plan, Slots, Width, activations_of, find_needs, itemsize_of, placement_settings
 
 AUTO_PERCENT = 60
-"""Of the host's available memory: a host budget that is "auto"."""
+"""Share of the host's available memory that a host budget of "auto" uses."""
 _ZERO, _MICRO, _ACCUMULATION = "zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 Changes = dict[str, Any]
@@ -190,8 +190,8 @@ class PlannedRun:
         )
 
     def ladder(self, config: Mapping[str, Any], folder: str = "/local_nvme") -> Iterator[Costs]:
-        """Yield the needs of a config with the changes of the ladder up to each rung. State goes to the config's drive,
-        or `folder`, with a host budget, if there was none, that keeps in memory as much as fits. A rung that contradicts
+        """Yield the needs of a config with the changes of the ladder up to each rung. State goes to the config's drive, or
+        `folder`, with a host budget, if there was none, that keeps in memory as much as fits. A rung that conflicts with
         other keys of the config is skipped."""
         changes, resolved = Changes(), self.resolved(config)
         drives = (*resolved.offload_optimizer.nvme_paths, *resolved.offload_param.nvme_paths, folder)

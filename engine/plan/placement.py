@@ -4,7 +4,7 @@
 The device stores arrays that are not offloaded, and `1 - ratio` of the optimizer state's elements. The others:
 - "cpu" is host memory and "nvme" the disk, but shards under 64 KiB are always in host memory, since a request to the disk
   would cost more; gradients that wait for the update are in host memory.
-- Under a host budget "nvme" means: in memory as far as the budget allows, else on disk. First come buffers and arrays without
+- Under a host budget "nvme" means: in memory as far as the budget allows, else on disk. First are buffers and arrays without
   another place, then arrays that save most traffic per byte, in whole parameters: a byte of 16-bit parameters saves two reads
   (forward, backward) and a write (update), of gradients and optimizer state a read and a write, of a frozen parameter two
   reads. Padding on disk decides among equals, which are spread over the model. A step visits all of them in a circle, so an
@@ -173,7 +173,7 @@ def _kept(settings: PlacementSettings, need: Need, place: Places) -> list[_Array
         return found
     found += _slots(need, place)
     if settings.holds_gradients or (settings.holds_gradients is None and place.gradient != "device"):
-        # Each micro-batch but the first adds to the sum of those before; the update reads it.
+        # Each micro-batch except the first adds to the sum of the previous ones; the update reads it.
         numel = need.numel if need.whole_gradient else need.rows_numel
         passes = {"reads": forwards, "writes": forwards}
         add("gradients", place.gradient, need.gradient_dtype, numel, field="gradient", **passes)
@@ -227,7 +227,7 @@ def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool
 def _share_on_device(needs: Mapping[str, Need], settings: PlacementSettings) -> set[str]:
     """Return the parameters whose state stays on the device although the optimizer is offloaded.
 
-    At most `1 - ratio` of the elements, and so many that no other parameter would fit. The first ones are taken: their
+    At most `1 - ratio` of the elements, and so many that no other parameter would fit. The first parameters are chosen: their
     gradients are the last of a backward, with nothing left to hide a transfer.
     """
     if settings.optimizer == "none" or settings.ratio == 1:
@@ -314,7 +314,7 @@ def spread_turn(number: int) -> int:
 
 
 def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSettings) -> int:
-    """Return the bytes that have to be in host memory, for the arrays of each parameter. Raises BudgetError if they
+    """Return the bytes that must be in host memory, for the arrays of each parameter. Raises BudgetError if they
     exceed the budget."""
     piece_kind = "one piece larger than the buffers"
     required = Counter({"transfer buffers": settings.buffer_bytes, piece_kind: 0})

@@ -152,9 +152,9 @@ class Plan:
 
     settings: PlacementSettings
     placements: Mapping[str, Places]
-    """By parameter, in order."""
+    """The places by parameter, in order."""
     stay_gathered: frozenset[str]
-    """Parameters of which every rank always has all values on its device."""
+    """Parameters that every rank always has whole on its device."""
     held: Mapping[str, Bytes]
     """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
     `zero_hpz_partition_size`), "gradients" (none if they are used as they arrive), "master", each slot, "buffers"."""
@@ -184,7 +184,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory, with those of a device that is the CPU. Buffers count only if there are files: else
+        """Bytes in host memory, including the device's if it is the CPU. Buffers count only if there are files: otherwise
         hardly any are used."""
         kinds = [held for kind, held in self.held.items() if kind != "buffers" or self.files]
         on_device = sum(held.device for held in kinds) if self.settings.device_is_host else 0
@@ -413,7 +413,7 @@ class Width:
 
 
 def hidden_size(model: Any) -> int | None:
-    """Return the width in the model's own config, of several the largest; None if there is none."""
+    """Return the largest width in the model's own config; None if it has none."""
     return _of_config(model, "hidden_size", "d_model", "n_embd", "hidden", "hidden_sizes")
 
 

@@ -109,7 +109,7 @@ def check_device(plan: Plan, device_bytes: int) -> None:
     if kept_bytes + transient_bytes > device_bytes:
         raise BudgetError(
             f"the device has {format_bytes(device_bytes)}, but this plan keeps {format_bytes(kept_bytes)} on it and gathers "
-            f"{format_bytes(transient_bytes)} of parameters at a time, activations not counted: use more ranks, a higher "
+            f"{format_bytes(transient_bytes)} of parameters at once, activations not counted: use more ranks, a higher "
             "stage, or offload_optimizer and offload_param (`zstore plan` shows what fits)"
         )
 

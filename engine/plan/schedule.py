@@ -77,7 +77,7 @@ def _add(live: list[int], first: int, stop: int, numel: int) -> None:
 
 
 def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int]) -> dict[int, int]:
-    """Return use -> next use of the same unit, if it is kept in between; its elements are added to `live`."""
+    """Return use -> next use of the same unit, if it is kept between them; its elements are added to `live`."""
     before = list(accumulate((numel[use.unit] for use in uses), initial=0))
     seen: dict[int, int] = {}
     candidates: list[tuple[int, int, int]] = []

@@ -154,7 +154,7 @@ class Monitors:
         except Exception as error:
             if id(monitor) not in self._failed:
                 self._failed.add(id(monitor))
-                what = "%s failed, and metrics may be missing from now on; training goes on: %s: %s"
+                what = "%s failed, and metrics may be missing from now on; training continues: %s: %s"
                 _log.warning(what, type(monitor).__name__, type(error).__name__, error)
 
 

@@ -4,7 +4,7 @@
 [Note: the journal's folder]
 The config, `note_save_folder`, a load that resumes or the first save gives it; until then records wait. The first step or
 save after that opens the file, so a process that only loads leaves none. A run that saves to a URL writes it into its local
-upload folder, and sends it with each save and at the end; to a service of zstore each line, as it is written.
+upload folder, and sends it with each save and at the end; to a service of zstore it sends each line as it is written.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zstore")
 
 _METRICS = "Train/Samples/"
-_PROBLEM = "the run's journal cannot be written, and lines may be missing; training goes on: %s"
+_PROBLEM = "the run's journal cannot be written, and lines may be missing; training continues: %s"
 _SAMPLE_S = 2.0
 """Least time between two samples of links and memory."""
 
@@ -147,7 +147,7 @@ class RunReport:
         """Report an optimizer step, taken or skipped."""
         self.utilisation.step_ended()
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
-        # The next step's may not be known.
+        # The next step's loss may not be known yet.
         taken, losses = self._take_loss(), self._training.world.received.get("loss", [])
         loss = sum(losses) / len(losses) if losses else _value_of(taken)
         times = replace(self.times)
@@ -224,7 +224,7 @@ class RunJournal:
         self._folder = chosen if isinstance(chosen, Path) else None
         self._remote: UploadPlace | None = None
         self._is_named = self._folder is not None
-        """Whether the folder is final; that of a load is not."""
+        """Whether the folder is final; a load's folder is not."""
         self._run_id: str | None = None
         """The run of the open file."""
         self._tail: JournalTail | None = None

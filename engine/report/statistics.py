@@ -13,7 +13,7 @@ counted; a backward takes as much for the gradients of activations, and again fo
 share. A compiled model's step is estimated as 6 x parameters x tokens, if the loop gives the tokens of a step.
 
 Matrix products, convolutions and attention count, by the formulas of `torch.utils.flop_counter`, which leaves out attention on
-the CPU. `FlopCounterMode` itself would run compiled functions uncompiled, and so change the run.
+the CPU. `FlopCounterMode` itself would run compiled functions uncompiled, which changes the run.
 
 Peaks are the makers' for dense products in the type of training, of the GPUs in the table below; other devices have no MFU.
 """
@@ -107,7 +107,7 @@ class EngineStatistics:
     held: MemoryUse
     """Bytes of parameters, gradients and optimizer state now."""
     units: UnitStatistics | None
-    """Gathers of sharded or offloaded parameters, ahead or on demand; None if there are none."""
+    """Gathers of sharded or offloaded parameters, ahead or on demand; None without any."""
     overlapped: int
     """Reductions of gradients that overlapped with other work of this rank."""
     store: StoreStatistics
@@ -292,7 +292,7 @@ class StepUtilisation:
         self._micro_flops = 2 * counter.total + counter.total * trained_numel // max(self._numel, 1) or None
 
     def step_ended(self) -> None:
-        """Note the end of a step, which began at the end of the one before; the first one, a warm-up, does not count."""
+        """Record the end of a step, which began at the end of the previous one; the first, a warm-up, does not count."""
         now_s, flops = time.perf_counter(), self.step_flops()
         self.step_s = None if self._ended_s is None else now_s - self._ended_s
         self.last = flops / (self.step_s * self._peak) if self.step_s and flops and self._peak else None

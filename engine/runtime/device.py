@@ -4,8 +4,8 @@
 A device executes work asynchronously, in the order of a stream. Background copies use separate streams, one for each
 direction. So each copy follows an event, and code that uses its target or reuses its source waits for its end:
 event    a point in the work submitted to the device: a copy reads and writes device memory after it.
-copy     starts after an event and ends with one. Tensors that move together, those of a unit, are one copy: one call.
-wait     blocks the host until the event: then the target has the values, for the device too, and the source may be reused.
+copy     starts after an event and ends with one. Tensors that move together, a unit's, are one copy: one call.
+wait     blocks the host until the event: then the target is filled, for the device too, and the source may be reused.
 follow   makes the device wait, not the host: work submitted from now on sees the values.
 Threads submit work on the stream of their creator. torch casts on the host's side of a blocking copy, so values cross in the
 type of the device's side. A background copy is cast before its start or after its end.
@@ -302,7 +302,7 @@ class GradientTiles:
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[:2] != (first, stop):
             ahead = self._begin(first, stop)
-        # All tiles of a parameter but the last have one size.
+        # All tiles of a parameter except the last have the same size.
         following = min(2 * stop - first, self.rows.numel())
         if following > stop:
             self._ahead = self._begin(stop, following)
@@ -341,7 +341,7 @@ class H2DQueue:
         """Return host memory for new values of `rows`, to `send` them: `rows` themselves if they are in host memory."""
         if self._transfers.streams.is_host(rows[0]):
             return list(rows)
-        # In turn: every step uses the same memory.
+        # Places alternate: every step uses the same memory.
         place, sizes = f"rows {next(self._places) % (self.most + 1)}", [one.numel() for one in rows]
         return list(self._transfers.empty_host(sum(sizes), rows[0].dtype, place).split_with_sizes(sizes))
 
@@ -363,7 +363,7 @@ class H2DQueue:
 
 def one_thread(enabled: bool = True, *, most: int = 1) -> AbstractContextManager[object]:
     """Return a context in which operations of this thread, and of no other, use one of torch's threads, or `most`. An
-    operation on a tile takes some 10 microseconds, and so does waking a thread for it. The values are the same."""
+    operation on a tile takes some 10 microseconds, and waking a thread for it takes as long. The values are the same."""
     if not enabled:
         return nullcontext()
     torch.get_num_threads()  # lets torch set this thread's number, which it would otherwise do over ours at the first operation

@@ -115,7 +115,7 @@ def num_threads(local_ranks: int, *, beside_compute: bool) -> int:
 
 @cache
 def host_kernel() -> HostKernel | None:
-    """Return the kernel with torch's bits, or None if there is none. See [Note: the host kernel]."""
+    """Return the kernel with torch's bits, or None without one. See [Note: the host kernel]."""
     try:
         library = _load()
         kernel = HostKernel(library, _find_form(library))
@@ -187,7 +187,7 @@ _LERP, _SQUARE_GRADIENT, _SQUARE_MOMENT, _DECAY, _RATE = 1, 2, 4, 8, 16
 _BODIES = [sum(e) for e in product((_LERP, 0), (_SQUARE_GRADIENT, _SQUARE_MOMENT, 0), (_DECAY, 0), (_RATE, 0))]
 _TAILS = [sum(e) for e in product((_LERP, 0), (_SQUARE_MOMENT, _SQUARE_GRADIENT, 0), (_DECAY, 0))]
 _WIDTHS = (8, 16, 4)
-"""Of torch's vectors on x86 as a rule, of AVX-512's, and of NEON's."""
+"""Sizes of torch's usual vectors on x86, of AVX-512's, and of NEON's."""
 _HEAD, _SIZES = 4096, [1 + number % 15 for number in range(200)]
 """Elements of a tensor that is a body alone, and of tails."""
 _PROBE = {"lr": 0.01, "beta2": 0.999, "weight_decay": 3.923270106315607, "eps": 1e-8}

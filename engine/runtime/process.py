@@ -3,7 +3,7 @@
 [Note: messages]
 All messages go to the logger "zstore": progress at INFO, notable events at WARNING. Python shows nothing below WARNING without
 configuration, so `show_messages` adds a handler for stderr, and level INFO, if neither that logger nor the root has a handler.
-It is silent when another handler gets the messages, so configuring logging later duplicates no line. To see less:
+It is silent when another handler receives the messages, so configuring logging later duplicates no line. To see less:
 `logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
 
 [Note: stopping by a signal]
@@ -13,7 +13,7 @@ default effect at once.
 
 [Note: the collector]
 A collection visits every object of the process, including those of torch, transformers and the model, which takes 0.2 s; all
-ranks wait for one that collects. So objects that exist when an engine is made are frozen until it is closed. With
+ranks wait for one that collects. So objects that exist when an engine is created are frozen until it is closed. With
 `disable_python_gc` there are no collections: steps leave no cycles, and a script that makes some calls `gc.collect()`.
 """
 
@@ -47,7 +47,7 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if
 
 
 class _FallbackHandler(logging.Handler):
-    """Writes to the current `sys.stderr`, unless another handler gets the message."""
+    """Writes to the current `sys.stderr`, unless another handler receives the message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""

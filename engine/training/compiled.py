@@ -1,8 +1,8 @@
-"""Compiles units with torch while their parameters come and go.
+"""Compiles units with torch although their parameters are gathered and released.
 
 [Note: compiled units]
 A unit's gather and release stay outside: the hooks of its module run as usual, and only the module's forward is compiled. So
-no graph spans a gather. Values come and go in one storage (see [Note: the memory of a parameter]), which a graph's saved
+no graph spans a gather. Values are gathered into one storage (see [Note: the memory of a parameter]), which a graph's saved
 tensors alias, and a graph depends only on a parameter's type and shape: new values and addresses recompile nothing.
 
 Within a compiled forward all parameters of the unit are gathered, so the hooks on the modules inside are off: they would be
@@ -139,7 +139,7 @@ def _is_method_of(forward: Any, module: nn.Module) -> bool:
 
 
 class _CompiledForward:
-    """A module's compiled forward. Copies and pickles of the module get the usual one."""
+    """A module's compiled forward. Copies and pickles of the module have the usual forward."""
 
     def __init__(self, module: nn.Module, compiled: Forward, hook_ids: frozenset[int], sharing: int) -> None:
         functools.update_wrapper(self, module.forward)  # for code that inspects its arguments
@@ -181,7 +181,7 @@ def _without_hooks(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> It
 
 
 def _others(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDict[int, Any]:
-    # A `ReadGuard`'s hook too: that of the unit's module checks all parameters in it.
+    # Also for a `ReadGuard`'s hook: the hook of the unit's module checks all its parameters.
     kept = {n: hook for n, hook in hooks.items() if n not in hook_ids and not isinstance(hook, ModuleHook)}
     return OrderedDict(kept)
 

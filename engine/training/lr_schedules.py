@@ -45,7 +45,7 @@ class NamedSchedule(LRScheduler):
         fresh = [group for group in optimizer.param_groups if "initial_lr" not in group]
         super().__init__(optimizer)
         for group in fresh:
-            # torch's note for its own formulas. A checkpoint has the groups' settings, of which this is not one.
+            # torch's note for its own formulas, which is not a setting of the group for a checkpoint.
             del group["initial_lr"]
 
     def _initial_step(self) -> None:
@@ -310,7 +310,7 @@ class LRSchedule:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError(
                 "lr_scheduler: ReduceLROnPlateau needs a metric at each step, which engine.step() does not have; leave it "
-                "out of initialize() and step it in the training loop (it may be made from the returned optimizer)"
+                "out of initialize() and step it in the training loop (it may be created from the returned optimizer)"
             )
         self.scheduler = scheduler
         if isinstance(scheduler, NamedSchedule):

@@ -143,7 +143,7 @@ class Training:
         return scaled if self.scaler.scale == 1.0 else scaled * self.scaler.scale
 
     def begin_backward(self) -> None:
-        """Prepare for the backward of a micro-batch; `end_backward` or `abandon_backward` comes next."""
+        """Prepare for the backward of a micro-batch; call `end_backward` or `abandon_backward` next."""
         self.require_here("a backward")
         if self.gradients.sums is not None:
             raise UsageError(
@@ -296,7 +296,7 @@ class Training:
         the gradients are dropped.
         """
         if self.hooks is not None:
-            self.hooks.units.values_change(by_step=True)  # those of a forward without a backward are stale now
+            self.hooks.units.values_change(by_step=True)  # a forward without a backward leaves stale values
         try:
             self.gradients.shown.adopt()
             norm = self.scaled_grad_norm(begin=True)  # reduces, agrees on which ranks have a gradient, sums squares

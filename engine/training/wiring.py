@@ -40,7 +40,7 @@ def wire(
 ) -> Training:
     """Return the run of `model` as the config says (all ranks); the model is changed in place.
 
-    `files` is the run's access to its disks, `streams` are those of copies between host and device.
+    `files` is the run's access to its disks, `streams` run copies between host and device.
     """
     offloads_parameters = config.offload_param.device != "none"
     sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
@@ -54,7 +54,7 @@ def wire(
         checkpoint_blocks(model)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
-    # Before anything is changed: a folder that cannot be used leaves the model as it is.
+    # Before anything is changed: a folder that cannot be used leaves the model unchanged.
     built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
     slots = {name: rule.slots(kernels[groups[p]], p.shape, world.world_size) for name, _, p in names if p in groups}
@@ -142,7 +142,7 @@ def _gradients(
         scatter=sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters),
         overlap=config.zero.overlap_comm or sharding.parameters,
         types=gradient_types(config, world.world_size, PRECISIONS),
-        # Those of the disk go by way of host memory: sums of squares have the same bits then, wherever gradients wait.
+        # Gradients on disk pass through host memory, so that sums of squares have the same bits wherever gradients wait.
         to_host=frozenset(state.gradients_on_host.union(state.spilled) if each_backward else ()),
         spills=agree_any(world, [bool(state.spilled)])[0],
         keeps_rows=each_backward and config.offload_optimizer.device == "none" and world.world_size > 1,

@@ -300,7 +300,7 @@ class GradientRules:
     spills: bool = False
     """Whether some rank has gradients on disk: then all ranks agree on errors there before the norm."""
     keeps_rows: bool = True
-    """Keep the rows' memory from step to step; else the update frees it."""
+    """Keep the rows' memory between steps; otherwise the update frees it."""
     exchanges: Exchanges
     squares_at_once: bool = False
     """Sum squares as gradients become final: an update may consume them before the norm is needed."""
@@ -400,7 +400,7 @@ def mean_in_place(
 
 
 class Reductions:
-    """Pending reductions of gradients, the oldest first; those of a backward have their own process group."""
+    """Pending reductions of gradients, oldest first; a backward's reductions have their own process group."""
 
     def __init__(self, world: World, rules: GradientRules) -> None:
         self._world = world.second() if rules.each_backward else world

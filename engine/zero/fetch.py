@@ -1,12 +1,12 @@
 """Fetching the values of units: this rank's rows from the store in the background, then all rows from all ranks.
 
 [Note: a fetch]
-read    rows in the store are read in the background; without other ranks directly into `full`, unless the store has them
-        there. A thread reads those on disk. One copy sends those in host memory to the device, after their last update; the
+read    rows in the store are read in the background; without other ranks directly into `full`, unless it is the store's
+memory. A thread reads rows on disk. One copy sends rows in host memory to the device, after their last update; the
         device waits for it in the order of its work, the host at the end of the iteration, or before values change.
 send    starts the collectives, on every rank in the same order: only the main thread calls it, at points that every rank
         reaches. It waits for this rank's rows. With a `Replica` of the parameters only the ranks of a group take part.
-finish  waits until `full` of every record has its values.
+finish  waits until `full` of every record is filled.
 
 Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part, so
 that none waits for it, and all raise, as they do if they gather different units. While an order is recorded the header is
@@ -60,7 +60,7 @@ class Fetch:
     copy: Copy | None = None
     """Copy of these to the device."""
     ticket: Ticket[None] | None = None
-    """Of the thread that reads rows from disk."""
+    """Ticket of the thread that reads rows from disk."""
     cancelled: bool = False
     """Whether the rows are no longer needed."""
     sent: bool = False
@@ -71,7 +71,7 @@ class Fetch:
     headers: torch.Tensor | None = None
     """Headers of all ranks."""
     late: Copy | None = None
-    """Copy of these to the host, if they are checked late."""
+    """Copy of the flags to the host, if they are checked late."""
     error: BaseException | None = None
     """Error of reading this rank's rows."""
     gathers: list[Gathering] = field(default_factory=list)
@@ -286,7 +286,7 @@ class Fetcher:
         stored.clear()
 
     def finish(self, fetch: Fetch, *, expected: bool) -> None:
-        """Wait until every record has its values; raises the error of any rank on every rank."""
+        """Wait until every record is filled; raises the error of any rank on every rank."""
         self.send(fetch, expected=expected)
         if self._world.world_size == 1:
             self.ready([record for record in fetch.records if record.is_in_place], True)

@@ -29,8 +29,8 @@ from .norm import SumOfSquares, begin_squares
 from .spill import GradientSpill
 
 _MAX_DOWN_BYTES = 256 * 1024 * 1024
-"""Upper bound on device memory held by pending device-to-host copies (or the two largest copies). A copy has half of it,
-but for a tensor that is larger."""
+"""Upper bound on device memory held by pending device-to-host copies (or the two largest copies). A copy uses half of it,
+except for a larger tensor."""
 
 
 class GradientState(Enum):
@@ -86,7 +86,7 @@ class GradientStep:
         self.arrives_in_parts = True
         """Whether a gradient may arrive in several parts before that is known."""
         self.on_final: Callable[[Sequence[ParameterRecord]], None] | None = None
-        """Called with the records whose gradients are complete in the last backward of a step, those of a unit together."""
+        """Called with the records whose gradients are complete in the last backward of a step, one unit at a time."""
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
         """Returns the parameters averaged across ranks in this step; the others stay local. None: all."""
         self._dtypes = dtypes
@@ -99,7 +99,7 @@ class GradientStep:
         self.unsquared: dict[Gradient, torch.Tensor] = {}
         """Gradients whose squared norm has not been launched yet, with the values to use."""
         self.final: list[Gradient] = []
-        """Gradients that `on_final` is to be called with."""
+        """Gradients to pass to `on_final`."""
         self.reset()
         self._note_types()
 
@@ -220,7 +220,7 @@ class Gradient:
         self._step = step
 
     def note_sent(self) -> bool:
-        """Note that values of a backward are on their way; return whether they are to be added to those in memory."""
+        """Record that values of a backward are being copied; return whether they are added to the values in memory."""
         adds = self.state is not GradientState.EMPTY if self._spill is None else self.segments_left > 0
         if self.state is GradientState.EMPTY:
             self.state = GradientState.HELD
@@ -290,22 +290,22 @@ class Gradient:
                 self._spill.add(record, rows, step.total[record.dtype], squares)
         if self.state is GradientState.FINAL and step.on_final is not None:
             raise UsageError(
-                f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
-                f"module is used more often than in the step before; {OTHER_MODES}"
+                f"parameter {record.name!r} received a part of its gradient after its update in this backward had begun: "
+                f"its module is used more often than in the previous step; {OTHER_MODES}"
             )
         is_known = step.order_is_agreed or not step.arrives_in_parts  # else this may be only a first part
         if step.last and is_known and step.phase is BackwardPhase.RUNNING:  # it may turn out that no rank has it
             self.finish()
 
     def finish(self) -> None:
-        """Mark the gradient as final: an update in the backward gets it with the next `send`."""
+        """Mark the gradient as final: the next `send` passes it to an update in the backward."""
         step, self.state = self._step, GradientState.FINAL
         if step.rules.squares_at_once and self.values is not None and self.sum_of_squares is None:
             step.unsquared.setdefault(self, self.values)
         step.final.append(self)
 
     def owned(self) -> torch.Tensor | None:
-        """Return this rank's rows, 1-D, or a copy of those on disk; None if there are none."""
+        """Return this rank's rows, 1-D, or a copy of the rows on disk; None without any."""
         return self._rows_of(self.values) if self._spill is None else self._spill.owned(self.record)
 
     def _rows_of(self, values: torch.Tensor | None) -> torch.Tensor | None:
@@ -327,7 +327,7 @@ class Gradient:
         self.values, self.state, self.is_agreed = values, GradientState.HELD, True
 
     def replace(self, full: torch.Tensor) -> None:
-        """Use the values `full`, 1-D [numel], in place of those of this step."""
+        """Use the values `full`, 1-D [numel], in place of this step's."""
         if self._spill is not None:
             raise UsageError(
                 f"the gradient of parameter {self.record.name!r} waits on disk and cannot be set: keep offload_optimizer in "
@@ -392,7 +392,7 @@ class Arrivals:
                 gradient.num_arrivals = 0
 
     def note(self, gradient: Gradient) -> bool:
-        """Note that a gradient, or a part of it, arrived; return whether it arrived as often as expected."""
+        """Count the arrival of a gradient, or a part of it; return whether it has arrived as often as expected."""
         gradient.num_arrivals += 1
         if gradient.num_arrivals == gradient.expected:
             self.num_due[self.unit_of[gradient]] -= 1
@@ -401,7 +401,7 @@ class Arrivals:
         return gradient.num_arrivals >= gradient.expected
 
     def ready(self, *, rest: bool = False) -> Iterator[list[Gradient]]:
-        """Hand out the expected gradients of each unit that has them all, up to the first that has not; or of the `rest`."""
+        """Yield the expected gradients of each complete unit, up to the first incomplete one; or of the `rest`."""
         while self.sent < len(self._order) and (rest or not self.num_due[self._order[self.sent]]):
             self.sent += 1
             yield [gradient for gradient in self._units[self._order[self.sent - 1]] if gradient.expected]
@@ -415,7 +415,7 @@ class Arrivals:
 
 
 class _Hooks(dict[int, Callable[[torch.Tensor], object]]):
-    """The post-accumulate hooks of a parameter, of which the engine's is the last whenever others are registered: they see the
+    """The post-accumulate hooks of a parameter; the engine's stays last whenever others are registered: they see the
     gradient before it is taken."""
 
     OURS = -1

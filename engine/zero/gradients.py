@@ -8,14 +8,14 @@ accumulate and are reduced once a step. If they accumulate in the parameter's ty
 back to `.grad` for the next backward. If the type is another one (see [Note: types of gradients]), each gradient is added
 to the held one as soon as it is complete, so that few at a time exist in the parameters' type.
 
-With it (stages 2 and 3) a unit's gradients are reduced asynchronously as soon as the last of them has come, in one order of
-units on every rank, on a separate process group: a rank whose unit is late holds up no other collective. A unit waits for
-the parameters that had a gradient on any rank in the backward before; others are agreed on and reduced at the end. The order
-is the reverse of the modules' at first, then the one that rank 0 saw in the first backward. Each reduced row is added to the
-row held so far, in the type of [Note: types of gradients]. Without other ranks, a gradient is its own rows.
+With it (stages 2 and 3) a unit's gradients are reduced asynchronously as soon as the last of them has arrived, in one order
+of units on every rank, on a separate process group: a rank whose unit is late holds up no other collective. A unit waits for
+the parameters that had a gradient on any rank in the previous backward; others are agreed on and reduced at the end. The
+order is the reverse of the modules' at first, then the one that rank 0 saw in the first backward. Each reduced row is added
+to the row held so far, in the type of [Note: types of gradients]. Without other ranks, a gradient is its own rows.
 
-A gradient is complete when it came as often as in the backward before (recomputation of a shared module may bring it in
-parts), and final if that is the last backward of its step. Before any backward gradients are final at the end.
+A gradient is complete once it has arrived as often as in the previous backward (recomputing a shared module may split it),
+and final if that is the last backward of its step. Before any backward gradients are final at the end.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Gradients:
         dtypes = {record.dtype for record in records}
         self.step = GradientStep(rules, transfers, spill, dtypes=dtypes, world_size=world.world_size)
         self.of = {record: Gradient(record, self.step) for record in records}
-        """By parameter."""
+        """The gradients by parameter."""
         self._arrivals = Arrivals(units, self.of, self.step)
         self._others = others
         self._world = world
@@ -87,7 +87,7 @@ class Gradients:
 
     @property
     def expected(self) -> list[ParameterRecord]:
-        """The records that had a gradient in the backward before, in the order in which they are expected."""
+        """The records that had a gradient in the previous backward, in the order in which they are expected."""
         return [gradient.record for unit in self._arrivals.units for gradient in unit if gradient.expected]
 
     @cached_property
@@ -192,8 +192,8 @@ class Gradients:
                 self.overlapped += self.rules.overlap and self.rules.scatter
 
     def show(self, *, whole: bool) -> None:
-        """Put the gradients of the step so far into `.grad`; without `whole` none of them is that of a plain loop (all
-        ranks). See [Note: gradients between backward and step]."""
+        """Put the gradients of the step so far into `.grad`; without `whole` none of them equals a plain loop's (all ranks).
+        See [Note: gradients between backward and step]."""
         # An optimizer that averages some of them itself has each rank's own.
         is_cut = self.rules.each_backward or (self._world.world_size > 1 and self.rules.scatter)
         whole = whole and self.step.averaged is None and not is_cut
@@ -214,7 +214,7 @@ class Gradients:
         self.step.phase = BackwardPhase.AVERAGED
         gradients = list(self.of.values())
         for gradient, any_ in zip(gradients, agree_any(self._world, [g.is_agreed for g in gradients]), strict=True):
-            if any_ and not gradient.is_agreed:  # other ranks alone have it
+            if any_ and not gradient.is_agreed:  # only other ranks have it
                 gradient.hold(self._zeros(gradient.record))
         averaged = self.of if self.step.averaged is None else self.step.averaged()
         held = {r: g.values.view(-1) for r, g in self.of.items() if g.values is not None and r in averaged}
@@ -237,12 +237,12 @@ class Gradients:
         return found
 
     def having(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
-        """Return those of `records` of which any rank had a gradient in this step."""
+        """Return the `records` that had a gradient on any rank in this step."""
         return [one for one in records if (gradient := self.of.get(one)) is not None and gradient.is_agreed]
 
     def require(self, records: Sequence[ParameterRecord], step: int, changed: str) -> None:
-        """Raise UsageError, on every rank, that names those of `records` to which no rank's loss led in a step, and says
-        what was `changed`."""
+        """Raise UsageError, on every rank, naming the `records` that no rank's loss reached in a step, and what was
+        `changed`."""
         used = set(self.having(records))
         unused = [record.name for record in records if record not in used]
         if unused:
@@ -297,7 +297,7 @@ class Gradients:
 
     def held_bytes(self) -> int:
         """Return the bytes of gradients held now."""
-        held = [gradient.values for gradient in self.of.values()]  # an update in the backward takes rows meanwhile
+        held = [gradient.values for gradient in self.of.values()]  # an update in the backward takes rows concurrently
         return sum(values.nbytes for values in held if values is not None)
 
     def close(self) -> None:
@@ -368,7 +368,7 @@ class ShownGradients:
             if isinstance(shown, ShardedGradient) or not self._step.is_whole:
                 raise UsageError(
                     f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
-                    "gradient is not whole on this rank, so that the step would not know. Multiply .grad in place by a number, "
+                    "gradient is not whole on this rank, and the step would not notice. Multiply .grad in place by a number, "
                     "change the loss, or forget all with engine.zero_grad(); with requires_grad=False there is no gradient"
                 )
             gradient.drop()
@@ -377,8 +377,8 @@ class ShownGradients:
                 self._show(gradient, found)
 
     def clip(self, factor: float) -> None:
-        """Multiply the whole fp32 gradients by `factor` in place: a plain loop sees clipped ones too. Others are clipped
-        in the update, whose bits are those of one product in fp32: `.grad` is their placeholder from now on."""
+        """Multiply the whole fp32 gradients by `factor` in place: a plain loop sees clipped ones too. Others are clipped in
+        the update, with the bits of one product in fp32: `.grad` is their placeholder from now on."""
         shown = {record: gradient.shown for record, gradient in self._of.items()}
         whole = {r: one for r, one in shown.items() if one is not None and not isinstance(one, ShardedGradient)}
         in_place = {record: values for record, values in whole.items() if record.dtype == torch.float32}

@@ -274,7 +274,7 @@ class UnitHooks:
 
 
 def _nested(unit: ShardedUnit, other: ShardedUnit) -> bool:
-    """Return whether one of the units is nested in the other, or was called there: then the hook of one does not imply that
+    """Return whether one of the units is nested in the other, or was called in it: the hook of one then does not imply that
     the nodes of the other have run. If both have one output, the hook of the inner one runs first."""
     if other in unit.called_within or unit in other.called_within:
         return True

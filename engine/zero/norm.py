@@ -1,11 +1,11 @@
 """The global norm of the gradients, the same bits at every stage, tier and number of threads.
 
 [Note: the order of sums]
-A shard's elements are taken in flat order: cast to fp32, and the 2-norm of each row of 4,096 is taken in fp32 (the last
-row may be shorter); the squares of the rows' norms are added in fp64, one after another. A parameter's sum is that of
-its shards in rank order; the total adds parameters in the order of their names. A norm over more than a row would give
-other bits with other numbers of threads. torch takes the norms of fp32 rows in one pass without a temporary; of 16-bit
-rows in fp32 it is many times slower than the cast, so those are cast first, in tiles that stay in cache.
+A shard's elements are taken in flat order: cast to fp32, and the 2-norm of each row of 4,096 is taken in fp32 (the last row
+may be shorter); the squares of the rows' norms are added in fp64, one after another. A parameter's sum adds its shards' in
+rank order; the total adds parameters in the order of their names. A norm over more than a row would give other bits with
+other numbers of threads. torch takes the norms of fp32 rows in one pass without a temporary; of 16-bit rows in fp32 it is
+many times slower than the cast, so those are cast first, in tiles that stay in cache.
 
 On a device that is not the host the 2-norm of each shard is taken in fp32 by torch's kernel for lists of tensors, in
 pieces whose number and place depend on the shard alone: other tensors in the list do not change its bits. The host squares
@@ -38,20 +38,20 @@ def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
 
 @dataclass(eq=False, repr=False)
 class SumOfSquares:
-    """The sum of squares of a shard's elements, which nobody waits for yet; made by `begin_squares`. Any thread may ask for it,
-    before it changes the values on the host."""
+    """The pending sum of squares of a shard's elements, from `begin_squares`. Any thread may call it, before it changes the
+    values on the host."""
 
     _transfers: Transfers
     _values: torch.Tensor | None
-    """Those in host memory."""
+    """Elements in host memory."""
     _norm: torch.Tensor | Copy | None = None
-    """That of values on a device, or the copy of several norms with it at `_place`."""
+    """The norm of values on a device, or the copy of several norms with it at `_place`."""
     _place: int = 0
     _sum: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def value(self, others: Iterable[SumOfSquares] = ()) -> float:
-        """Return the sum; the host waits for it if necessary, and at once for those of `others`."""
+        """Return the sum, waiting for it if necessary, and together with it for the sums of `others`."""
         with self._lock:
             if isinstance(self._norm, Copy):
                 norm = self._transfers.finish(self._norm)[self._place].item()
@@ -66,8 +66,8 @@ class SumOfSquares:
 
 
 def begin_squares(shards: Sequence[torch.Tensor], transfers: Transfers, *, one_by_one: bool) -> list[SumOfSquares]:
-    """Begin to take the sum of squares of each shard's elements: a device that is not the host takes them asynchronously,
-    and the host when it is asked. Without `one_by_one` one thread asks."""
+    """Start summing the squares of each shard's elements: a device other than the host does it asynchronously, the host on
+    demand. Without `one_by_one` one thread calls."""
     on_device = [values for values in shards if values.device.type != "cpu"]
     norms = device_norms(on_device)
     copy = None
@@ -84,7 +84,7 @@ def _sums_on_host(shards: Sequence[torch.Tensor]) -> list[float]:
 
 
 def _sums_of_small(shards: Sequence[torch.Tensor]) -> list[float]:
-    """Return the sums of shards of one row each, of which torch takes the norms one after another in one call."""
+    """Return the sums of shards of one row each, whose norms torch takes one after another in one call."""
     sums: list[float] = []
     for first in range(0, len(shards), _TILE_ROWS):
         rows = [values.float() for values in shards[first : first + _TILE_ROWS]]
@@ -159,7 +159,7 @@ def scale_factor(norm: float, clip: float, loss_scale: float) -> float:
     """Return the factor of the gradients, applied once, in fp32: 1 / loss scale, and down to norm `clip` if it is
     set.
 
-    `norm` is that of the unscaled gradients. If it is not finite the factor is 0 or NaN, as in torch's clip_grad_norm_.
+    `norm` is the norm of the unscaled gradients. If it is not finite the factor is 0 or NaN, as in torch's clip_grad_norm_.
     """
     if clip > 0 and not norm <= clip:
         return clip / (norm + 1e-6) / loss_scale

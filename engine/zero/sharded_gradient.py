@@ -1,4 +1,4 @@
-"""The placeholder in `.grad` for a gradient that is not there as a whole tensor.
+"""The placeholder in `.grad` for a gradient that is not available as a whole tensor.
 
 [Note: gradients between backward and step]
 Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None.
@@ -6,8 +6,8 @@ If a rank has all of the mean over ranks in the parameter's own type, without a 
 step uses the tensor that a training loop reads and writes there, and does not update a parameter whose `.grad` it sets to
 None. The last backward of a step averages over ranks; before it, ranks do not hold the mean.
 
-Otherwise `.grad` is a `ShardedGradient`, which has the parameter's shape, type and device, and no memory. Its 2-norm
-is that of the whole mean gradient, unscaled, and multiplying it in place by a number scales that, so that
+Otherwise `.grad` is a `ShardedGradient`, which has the parameter's shape, type and device, and no memory. Its 2-norm is the
+whole mean gradient's, unscaled, and multiplying it in place by a number scales that gradient, so that
 `torch.nn.utils.clip_grad_norm_` clips. All else raises. The first norm is taken by all ranks, in that call or in their
 `step()`; it ends the accumulation.
 """
@@ -136,4 +136,4 @@ _ACTS: Mapping[Any, Callable[..., Any]] = {
     _aten._foreach_mul_.ScalarList: _each,
     _aten._foreach_mul_.Tensor: _each,
 }
-"""By operation; one that returns None is not allowed in this form."""
+"""Handlers by operation; if one returns None, the operation is not allowed in this form."""

@@ -1,7 +1,7 @@
 """Gradients that wait for the update on disk, if the host budget cannot hold them.
 
 One thread writes them during the backward, with a bound on pending bytes. It reads a gradient again to which more is added,
-adds to it and writes it again, and takes the sum of squares while the rows are at hand. An array has the planned type;
+adds to it and writes it again, and sums the squares while the rows are in memory. An array has the planned type;
 if a step turns out to accumulate in a wider one, a wider array takes its place for good.
 """
 
@@ -38,11 +38,11 @@ class GradientSpill:
         self._workers = Workers(1, "zstore-gradients")
         self._pending: deque[tuple[Ticket[None], int]] = deque()
         self._present: set[ParameterRecord] = set()
-        """Those with a gradient in this step."""
+        """Records with a gradient in this step."""
         self._squares: dict[ParameterRecord, float | SumOfSquares] = {}
         """The sum of squares of each that was written."""
         self.lost: Exception | None = None
-        """Why a gradient of this step is not on disk, if that was found within `keeping_error`."""
+        """Why a gradient of this step is not on disk, if that was detected within `keeping_error`."""
 
     def __contains__(self, record: ParameterRecord) -> bool:
         return record in self._arrays
@@ -52,7 +52,7 @@ class GradientSpill:
     ) -> None:
         """Keep `rows`, 1-D, added to the rows of this step so far, rounded to `total`; they belong to this from now on.
 
-        `squares` is the sum of theirs, if it was begun. May raise the error of an earlier write.
+        `squares` is their sum of squares, if it has been started. May raise the error of an earlier write.
         """
         adds = record in self._present
         dtype = total if adds or is_narrower(total, rows.dtype) else rows.dtype
@@ -113,7 +113,7 @@ class GradientSpill:
 
     @contextmanager
     def keeping_error(self) -> Iterator[None]:
-        """Let an error within the block wait in `lost`: in a backward this rank alone has it, and the others go on."""
+        """Keep an error within the block in `lost`: in a backward only this rank has it, and the others continue."""
         try:
             yield
         except Exception as error:
@@ -127,12 +127,12 @@ class GradientSpill:
         return self.lost
 
     def squares(self, record: ParameterRecord) -> float | None:
-        """Return the sum of squares of a gradient of this step, None if there is none."""
+        """Return the sum of squares of a gradient of this step, if it has one."""
         found = self._squares.get(record)
         return found.value() if isinstance(found, SumOfSquares) else found
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return a copy of the rows of this step, 1-D; None if there are none."""
+        """Return a copy of the rows of this step, 1-D; None without any."""
         if record not in self._present:
             return None
         self.drain()

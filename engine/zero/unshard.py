@@ -3,7 +3,7 @@
 [Note: values for a caller]
 `gather` materializes parameters for code outside the modules (`zstore.gather`), until `ungather`. The values live in
 separate memory, kept alive by any view of them; units treat them as already gathered. Earlier graphs saved the
-parameter's own memory, which is filled for a backward that runs meanwhile.
+parameter's own memory, which is filled for a backward that runs in between.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class UnitStatistics:
 
 
 class UnitState(Enum):
-    """State of a unit's gathered values. Parameters have them only while the unit is in use; other reads are reported."""
+    """State of a unit's gathered values. Parameters are materialized only during use; other reads are reported."""
 
     RELEASED = "released"
     """Not gathered, except for parameters shared with another unit."""
@@ -118,7 +118,7 @@ class ShardedUnit:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether its parameters have their values."""
+        """Whether its parameters are materialized."""
         return self.state in (UnitState.IN_USE, UnitState.IN_USE_AND_AHEAD)
 
     @property
@@ -169,9 +169,9 @@ class ShardedUnits:
         self._overlap = config.zero.overlap_comm
         """Whether gathers run in the background."""
         self.all = tuple(ShardedUnit(unit, number) for number, unit in enumerate(units))
-        """In the order of the model."""
+        """All units, in the order of the model."""
         self.in_use: list[ShardedUnit] = []
-        """In the order in which they were gathered."""
+        """Units in use, in the order in which they were gathered."""
         self.values: dict[ParameterRecord, GatheredValues] = {}
         for unit in self.all:
             for record in unit.records:
@@ -181,7 +181,7 @@ class ShardedUnits:
         self._kind: str | None = None
         self._live_numel = self._live_peak_numel = 0
         self._counts: Counter[str] = Counter()
-        """By the names of `UnitStatistics`."""
+        """Counters by the names of `UnitStatistics`."""
 
     def begin(self, kind: str) -> bool:
         """Start an iteration in the recorded order of its `kind`; False if one is already running (all ranks)."""
@@ -390,7 +390,7 @@ class ShardedUnits:
             self.fetcher.send(unit.fetch, expected=self._recorder.follows)
 
     def _complete(self, unit: ShardedUnit) -> None:
-        """Wait until the unit's parameters have their values."""
+        """Wait until the unit's parameters are gathered."""
         for record in unit.records:
             fetch = self.values[record].fetch
             if fetch is None:

@@ -143,7 +143,7 @@ def test_a_rank_alone_uses_parameters_where_they_rest_in_host_memory(nvme: Path)
         assert {**memory, **seen} == memory  # one parameter is not used
         assert len(seen) == len(memory) - 1
         for parameter in resting:
-            with pytest.raises(UsageError, match="outside of a forward"):
+            with pytest.raises(UsageError, match="outside a forward"):
                 parameter.isnan()
         found = engine.statistics()
         assert found.units.read_bytes == 0

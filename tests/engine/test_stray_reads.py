@@ -222,7 +222,7 @@ OUTSIDE: dict[str, Callable[[nn.Parameter], object]] = {
 @pytest.mark.parametrize("way", OUTSIDE)
 def test_outside_of_a_forward_the_first_operation_names_the_weight(way: str, resting: Engine) -> None:
     weight = resting.module.blocks[1].up.weight
-    with pytest.raises(UsageError, match=r"parameter 'blocks\.1\.up\.weight' outside of a forward: .*zstore\.gather"):
+    with pytest.raises(UsageError, match=r"parameter 'blocks\.1\.up\.weight' outside a forward: .*zstore\.gather"):
         OUTSIDE[way](weight)
     with zstore.gather(weight):
         OUTSIDE[way](weight.detach().clone() if way != "bool" else weight.detach().sum())

@@ -194,7 +194,7 @@ def test_installing_too_late_is_refused(name: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.delitem(sys.modules, other, raising=False)
     monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     before = list(sys.meta_path)
-    with pytest.raises(UsageError, match="was imported in this process before"):
+    with pytest.raises(UsageError, match="was imported earlier in this process"):
         install()
     assert sys.meta_path == before
 
@@ -334,7 +334,7 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"))
         assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], weights["weight"])
         utils.see_memory_usage("here", force=True)
-        with pytest.raises(UsageError, match="outside of a forward"):
+        with pytest.raises(UsageError, match="outside a forward"):
             utils.clone_tensors_for_torch_save({"a": [weight]})
         with zero.GatheredParameters([weight]):
             assert torch.equal(utils.clone_tensors_for_torch_save({"a": [weight]})["a"][0], weight)

@@ -1,5 +1,5 @@
-"""Starts ranks and waits for them: those of this machine, for `zstore run`, `zstore train` or ssh, and those of several
-machines over ssh.
+"""Starts ranks and waits for them: this machine's, for `zstore run`, `zstore train` or ssh, and those on several machines
+over ssh.
 
 [Note: how a run ends]
 On a signal, ranks save and exit with 75, at slightly different times; when one fails, the others find out which and say
@@ -278,7 +278,7 @@ class _Machine(subprocess.Popen[bytes]):
     """The ssh that runs the ranks of a machine."""
 
     def __init__(self, job: RunJob) -> None:
-        # In a session of its own: Ctrl-C in a terminal reaches only this process, which forwards it.
+        # In a separate session: Ctrl-C in a terminal reaches only this process, which forwards it.
         super().__init__(job.ssh, stdin=subprocess.PIPE, start_new_session=True)
         self._requests: Any = self.stdin
         self._killed_s: float | None = None

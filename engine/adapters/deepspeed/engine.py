@@ -57,7 +57,7 @@ sys.exit(main())
 
 
 class _NoParameters(nn.Module):
-    """A module without parameters: trl iterates over those that have their own state in DeepSpeed."""
+    """A module without parameters: trl iterates over parameters that have their own state in DeepSpeed."""
 
     def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return nothing."""
@@ -65,7 +65,7 @@ class _NoParameters(nn.Module):
 
 
 class ParameterOffload:
-    """The object whose hooks trl removes and restores around a generation with gathered parameters; it has none."""
+    """The object whose hooks trl removes and restores around a generation with gathered parameters; it has no hooks."""
 
     def __init__(self) -> None:
         self.module = _NoParameters()
@@ -227,7 +227,7 @@ class DeepSpeedEngine(Engine):
         """Return the model's whole state dict on rank 0, None on others (all ranks). While it exists, the state dicts of the
         model's modules on rank 0 have its values, for classes that save those.
 
-        `exclude_frozen_parameters` leaves out all frozen parameters but a PEFT model's adapters.
+        `exclude_frozen_parameters` leaves out all frozen parameters except a PEFT model's adapters.
         """
         found = self.module_state_dict()
         if exclude_frozen_parameters:
@@ -247,7 +247,7 @@ class DeepSpeedEngine(Engine):
         complete_saves()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value that DeepSpeed's engine has under that name, else the model's attribute."""
+        """Return the value that DeepSpeed's engine has under that name, otherwise the model's attribute."""
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
         if name in _CALLS:
@@ -311,7 +311,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     )
     if not isinstance(engine, DeepSpeedEngine):
         raise UsageError(f"initialize() made a {type(engine).__name__}")
-    for parameter in trainable:  # of a model that is evaluated first: its optimizer is made from these later
+    for parameter in trainable:  # of a model that is evaluated first: its optimizer is later created from these
         parameter.requires_grad_(True)
     log_dist(f"DeepSpeed info: version={VERSION}", ranks=[0])
     if ignored:

@@ -283,7 +283,7 @@ def fill(module: ModuleType) -> None:
 
 
 def require(dotted: str) -> None:
-    """Raise ModuleNotFoundError, which names the replacement, for a missing module.
+    """Raise ModuleNotFoundError naming the replacement for a missing module.
 
     Its `name` stays empty: otherwise `from deepspeed import NAME` would replace this message by Python's.
     """

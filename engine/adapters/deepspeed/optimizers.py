@@ -27,8 +27,8 @@ _WITHOUT_EFFECT = ("fp32_optimizer_states", "set_grad_none")
 
 
 class _Made(type):
-    """The metaclass of classes whose calls make another optimizer or schedule; their instances are those of the classes in
-    `makes`, and engine optimizers around one. Arguments are named, or in DeepSpeed's `order`."""
+    """The metaclass of classes whose calls create another optimizer or schedule; their instances are instances of the classes
+    in `makes`, and engine optimizers around one. Arguments are named, or in DeepSpeed's `order`."""
 
     makes: tuple[str, ...]
     order: str

@@ -126,7 +126,7 @@ def set_z3_leaf_modules(
 ) -> list[nn.Module]:
     """Mark the modules of these classes (types with their subclasses, or names), before `initialize`; return them.
 
-    Raises UsageError if there is none.
+    Raises UsageError if no module is marked.
     """
     return _marked(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -206,7 +206,7 @@ def get_world_group() -> Any:
 
 
 def get_local_rank() -> int:
-    """Return this rank's number on its machine, as the launcher says; -1 without one."""
+    """Return this rank's number on its machine, as set by the launcher; -1 without one."""
     return int(os.environ.get("LOCAL_RANK", "-1"))
 
 
@@ -284,7 +284,7 @@ _CPU: dict[str, Callable[..., Any]] = {
 class TorchAccelerator:
     """CUDA if there is a device, else the CPU.
 
-    It has the functions of `torch.cuda`, or of `torch.cpu` and `_CPU`, those of `_BOTH`, and the types of tensors.
+    It has the functions of `torch.cuda`, or of `torch.cpu` and `_CPU`, the functions of `_BOTH`, and the tensor types.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -34,7 +34,7 @@ from .utils import cleaned
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter has its values."""
+    """Whether a parameter is materialized."""
 
     AVAILABLE = 1
     """It has all of them."""

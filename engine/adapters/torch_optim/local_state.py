@@ -31,7 +31,7 @@ class LocalState:
     def __init__(self, arrays: OptimizerState, tier: Tier) -> None:
         self.arrays = arrays
         self.records: dict[torch.Tensor, LocalRecord] = {}
-        """By parameter, in order."""
+        """The state by parameter, in order."""
         self._tier = tier
         self.kernels: list[OffloadedKernel] = []
         """One for each parameter group."""
@@ -211,7 +211,7 @@ def _scalars(kernel: OffloadedKernel, entry: Mapping[str, Any]) -> Scalars:
 
 
 class StateView(Mapping[torch.Tensor, Any]):
-    """`optimizer.state`: the present state of each trained parameter. Setting an entry loads it."""
+    """`optimizer.state`: the current state of each trained parameter. Setting an entry loads it."""
 
     def __init__(self, state: LocalState) -> None:
         self._state = state

@@ -171,7 +171,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace groups' settings and state by those of `state_dict`, of this class or of torch's.
+        """Replace groups' settings and state with the contents of `state_dict`, from this class or torch's.
 
         This optimizer's own `StoredTensor`s are skipped, as they were loaded in place. Raises UsageError if shapes differ.
         """

@@ -2,8 +2,8 @@
 read when their values are used, written when they are copied to.
 
 [Note: the local part]
-An element-wise update needs no other rank. So a rank's part of a parameter, the whole or a DTensor's local part, is treated as
-a separate tensor, and so is its state.
+An element-wise update needs no other rank. So a rank's part of a parameter, the whole or a DTensor's local part, is treated
+as a separate tensor, with its own state.
 
 [Note: a stored tensor]
 `state_dict()` returns these, so that it takes no memory, and torch.distributed.checkpoint saves and loads through them one
@@ -81,8 +81,8 @@ def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> Loca
         )
     if parameter.is_meta or parameter.layout is not torch.strided:
         raise UsageError(
-            f"parameter {name!r} has no dense memory (it is on the meta device, or sparse): make the optimizer once the "
-            "model has its values"
+            f"parameter {name!r} has no dense memory (it is on the meta device, or sparse): create the optimizer once "
+            "the model is materialized"
         )
     local = local_part(parameter)
     if not local.is_contiguous():
