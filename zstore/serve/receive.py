@@ -10,8 +10,8 @@
     GET    /api/uploads?run=RUN           which are running; refused if the run takes none
     GET    /api/uploads/ID?rank=R         the missing files, of all ranks or one
     GET    /api/uploads/ID/files/PATH     how much of a file arrived; a client that lost its connection resumes there
-    DELETE /api/uploads/ID                gives it up
-All but the claims may be repeated. An offer of the same save finds the files that arrived, even after a restart of the service.
+    DELETE /api/uploads/ID                abandons it
+All except the claims may be repeated. An offer of the same save finds the files that have arrived, even after a restart.
 
 [Note: journals that are sent]
 A client sends the lines of its journal as it writes them, with their offset in the file. Existing text is compared and not
@@ -110,7 +110,7 @@ def _remove(upload: NamedUpload, library: Shared) -> None:
 
 @router.post("/uploads/{upload}/plan")
 def _plan(upload: NamedUpload) -> UploadState:
-    """Find out which files are wanted, once metadata and manifests are there; refused if they do not fit on the drive."""
+    """Return which files are wanted, once metadata and manifests exist; refused if they do not fit on the drive."""
     upload.plan()
     upload.require_room()
     upload.touch()
@@ -140,8 +140,8 @@ def _file(upload: NamedUpload, path: str) -> UploadFile:
 async def _put(
     upload: NamedUpload, path: str, request: Request, content_range: Annotated[str | None, Header()] = None
 ) -> JSONResponse:
-    """Take a file, or its remaining bytes: 201 if it is whole now and was checked, 202 if more is to come. Bytes from a
-    connection that breaks stay."""
+    """Receive a file, or its remaining bytes: 201 if it is now complete and checked, 202 if more bytes are missing. Bytes
+    from a connection that breaks are kept."""
     content = await run_in_threadpool(upload.content_of, path)
     offset, length = _place_of(content_range, path, content.num_bytes)
     await run_in_threadpool(upload.touch)
@@ -165,7 +165,7 @@ async def _put(
 async def _receive(upload: Upload, path: str, request: Request, offset: int, length: int) -> None:
     """Write the body of a request into a file from byte `offset` on, as it arrives.
 
-    Raises CheckpointError if another connection sends it by now, UsageError unless `length` bytes come, DiskFullError if
+    Raises CheckpointError if another connection now sends it, UsageError unless `length` bytes arrive, DiskFullError if
     there is no room; what arrived until then is in the file.
     """
     sender, part = upload.senders[path], upload.part(path)
