@@ -155,7 +155,7 @@ async def _put(
         await _receive(upload, path, request, offset, length)
         whole = offset + length == content.num_bytes
         if whole:
-            await run_in_threadpool(upload.take, path)
+            await run_in_threadpool(upload.accept, path)
     finally:
         if upload.senders.get(path) is sender:
             del upload.senders[path]
