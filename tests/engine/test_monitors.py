@@ -113,9 +113,7 @@ def test_a_full_disk_warns_once_and_stops_nothing(tmp_path: Path, caplog: pytest
         assert engine.global_steps == 3
         found = columns(tmp_path / "job")
     (warning,) = [r.getMessage() for r in caplog.records if not r.getMessage().startswith("config: ")]
-    assert warning.startswith(
-        "CsvMonitor failed, and metrics may be missing from now on; training continues: OSError: "
-    )
+    assert warning.startswith("CsvMonitor failed, and metrics may be missing from now on; training continues: OSError:")
     # The other metrics are whole, and this one is tried again.
     assert [samples for samples, _ in found["train_loss"]] == [4, 8, 12]
     assert [samples for samples, _ in found["lr"]] == [12]
