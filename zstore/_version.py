@@ -1,3 +1,3 @@
-"""The version, in a file of its own so that a build reads it without importing the package."""
+"""The version, in a separate file so that a build reads it without importing the package."""
 
 __version__ = "0.1.0"

@@ -91,7 +91,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError, ValueError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A committed checkpoint of that name exists and may not be replaced."""
+    """A committed checkpoint of that name exists and must not be replaced."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
@@ -103,7 +103,7 @@ class RankError(ZstoreError, RuntimeError):
 
     def __init__(self, message: str, failures: Mapping[int, str]) -> None:
         shown = {rank: text.rstrip() for rank, text in sorted(failures.items())}
-        # Of a rank that Ctrl-C interrupted the place is no news.
+        # For a rank interrupted by Ctrl-C the place says nothing.
         details = [
             f"\n--- rank {rank} ---\n{text}" for rank, text in shown.items() if not text.endswith("KeyboardInterrupt")
         ]

@@ -63,7 +63,7 @@ def run_of(file: str) -> str | None:
 
 
 def journals(folder: FolderLike) -> list[str]:
-    """Return the names of the journals in a folder or at a URL, sorted. Raises FileNotFoundError if there is no folder."""
+    """Return the names of the journals in a folder or at a URL, sorted. Raises FileNotFoundError without the folder."""
     return sorted(name for name in folder_at(folder).entries().files if run_of(name) is not None)
 
 
@@ -223,7 +223,7 @@ class JournalWriter(Closing):
                 self.fail(f"{type(error).__name__}: {error}")
 
     def fail(self, text: str) -> None:
-        """Report a failure, if it is the first."""
+        """Report a failure, but only the first one."""
         failed, self._failed = self._failed, None
         if failed is not None:
             failed(text)

@@ -2,7 +2,7 @@
 
 [Note: a fetch]
 read    rows in the store are read in the background; without other ranks directly into `full`, unless it is the store's
-memory. A thread reads rows on disk. One copy sends rows in host memory to the device, after their last update; the
+        memory. A thread reads rows on disk. One copy sends rows in host memory to the device, after their last update; the
         device waits for it in the order of its work, the host at the end of the iteration, or before values change.
 send    starts the collectives, on every rank in the same order: only the main thread calls it, at points that every rank
         reaches. It waits for this rank's rows. With a `Replica` of the parameters only the ranks of a group take part.

@@ -111,7 +111,7 @@ def test_of_two_saves_of_one_tag_one_is_committed(bucket: Bucket) -> None:
     assert isinstance(folder, BucketFolder)
     folder.write_small("record", b"one", is_new=True)
     folder.write_small("record", b"one", is_new=True)  # of a request whose answer was lost
-    with pytest.raises(FileExistsError, match="record is there already"):
+    with pytest.raises(FileExistsError, match="record already exists"):
         folder.write_small("record", b"two", is_new=True)
     assert folder.read_small("record") == b"one"
     path = save_arrays(bucket.local, ARRAYS)
@@ -126,6 +126,6 @@ def test_of_two_saves_of_one_tag_one_is_committed(bucket: Bucket) -> None:
         second.facts = first.facts
         first.send(workers, reader.path, local_files(reader), lambda _: None)
         first.commit(reader)
-        with pytest.raises(CheckpointExistsError, match="was committed by another save meanwhile"):
+        with pytest.raises(CheckpointExistsError, match="was committed by another save in the meantime"):
             second.commit(reader)
         assert [info.record.id for info in tags(folder)] == [reader.record.id]

@@ -380,7 +380,7 @@ def test_links_of_a_users_own_folder(way: Way, tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert f"config.json (a link to {tmp_path}/hf/config.json)" in said
     (left,) = {line.partition("left behind: ")[2] for line in said.splitlines() if "left behind: " in line}
-    for name in ("notes.txt (a link to a file that is not there)", "added_tokens.json (not a file)", "pytorch_model.bin",
+    for name in ("notes.txt (a link to a missing file)", "added_tokens.json (not a file)", "pytorch_model.bin",
                  "checkpoint-5/", "loop/"):  # fmt: skip
         assert name in left.split(", ")
     assert not {"notes.txt", "added_tokens.json", "loop", "checkpoint-5"} & set(os.listdir(tmp_path / "out"))

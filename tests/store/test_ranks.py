@@ -217,7 +217,7 @@ def test_outcomes_of_reports(reports: dict[int, RankReport], waited_s: float, ou
         ({0: at(3, lost="closed")}, r"rank 1 of 2 failed \(rank 1 is gone\)"),
         ({0: at(3, lost="closed"), 1: at(3, left=True)}, r"rank 1 closed its engine"),
         # As after a timeout of the process group.
-        ({0: at(3, lost="timed out"), 1: at(2, details="stack")}, r"(?s)rank 1 did not come to .*forward.*stack"),
+        ({0: at(3, lost="timed out"), 1: at(2, details="stack")}, r"(?s)rank 1 did not reach .*forward.*stack"),
         ({0: at(3, lost="a cable fell out"), 1: at(3)}, r"rank 0 in forward: a cable fell out"),
     ],
 )

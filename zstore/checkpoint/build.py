@@ -4,7 +4,7 @@ ranks' manifests, the metadata, the record. And a checkpoint built out of anothe
 [Note: building a checkpoint]
 In a temporary folder, whose commit is one rename (see `zstore.checkpoint.commit`):
     (each rank)  `place` for every shard file, whichever code fills it; `write_manifest`, last
-    (rank 0)     the metadata; `collect` until all manifests are there; `check_complete`; `folder_syncs`; `record`
+    (rank 0)     the metadata; `collect` until all manifests exist; `check_complete`; `folder_syncs`; `record`
 A process that writes all ranks' parts leaves rank 0's to `finish`.
 """
 
@@ -61,7 +61,7 @@ class CheckpointPlan:
     run_id: str = ""
     """The training run, the same after a resume: the save replaces a checkpoint of the same run and tag. Needed for `keep`."""
     specs: Mapping[str, ArraySpec]
-    """All arrays of the checkpoint; other ranks than 0 may leave out those of `small`."""
+    """All arrays of the checkpoint; ranks other than 0 may omit the arrays in `small`."""
     grids: Mapping[str, Grid]
     """How each array is cut in the checkpoint; arrays of `small` may be left out (one shard)."""
     pieces: Mapping[str, Grid] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class CheckpointBuilder:
     ) -> None:
         self.folder = folder
         self._earlier = earlier
-        """By folder, the `zarr.json` of the same array in an earlier checkpoint."""
+        """The `zarr.json` of the same array in an earlier checkpoint, by folder."""
         self._ranks = range(plan.world_size)
         self.plan = plan
         self._files = files
@@ -108,7 +108,7 @@ class CheckpointBuilder:
         self._found: dict[int, str] = {}
         """Digests of the manifests that were read, by rank."""
         self.written_bytes = self.linked_bytes = 0
-        """Of the shard files in these manifests."""
+        """Bytes of the shard files in these manifests."""
 
     @cached_property
     def _texts(self) -> Mapping[str, bytes]:
@@ -228,8 +228,8 @@ class CheckpointBuilder:
         return (partial(self._files.sync_file, path) for path in written)
 
     def collect(self) -> bool:
-        """Read the manifests that arrived since the last call; return whether those of all ranks have. Raises RankError
-        as soon as one says that its rank failed, CheckpointError for one of another save or model."""
+        """Read the manifests that have arrived since the last call; return whether all ranks' have. Raises RankError as soon
+        as one says that its rank failed, CheckpointError if one belongs to another save or model."""
         for rank in self._arrived():
             path = self.folder / manifest_file(rank)
             data = read_json(path)
@@ -305,7 +305,7 @@ class CheckpointBuilder:
 _WHOLE = ("buffer/", "client/")
 """Groups of arrays that rank 0 stores whole, at every world size."""
 _MAX_UNFINISHED = 8
-"""Shard files written at a time; their buffers are those of the resources."""
+"""Shard files written at once; their buffers belong to the resources."""
 
 
 def reshard_checkpoint(

@@ -82,7 +82,7 @@ class Catalog:
 
 
 def read_record(place: FolderLike) -> Record:
-    """Return the record in a tag's folder. Raises FileNotFoundError if there is none, CorruptionError or
+    """Return the record in a tag's folder. Raises FileNotFoundError without a record, CorruptionError or
     CheckpointMismatchError if it is not valid."""
     folder = folder_at(place)
     return Record.decode(folder.read_small(RECORD_FILE, MAX_RECORD_BYTES), folder.location_of(RECORD_FILE))
@@ -98,7 +98,7 @@ def is_committed(place: FolderLike) -> bool:
 
 
 def stamped(record: Record, place: FolderLike) -> Record:
-    """Return `record` with the time of its commit, later than that of the last checkpoint in `place`."""
+    """Return `record` with the time of its commit, later than the last checkpoint's in `place`."""
     folder, newest = folder_at(place), 0
     with contextlib.suppress(OSError, ValueError, ZstoreError):
         last = find_tag(folder, folder.read_small(LATEST_FILE, MAX_LATEST_BYTES).decode().strip())
@@ -183,8 +183,8 @@ def _entries(folder: Folder) -> Entries:
 
 
 def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
-    """Return the committed checkpoint `tag` in a folder, even a set-aside one; None if there is none. Raises CorruptionError or
-    CheckpointMismatchError if its record is not valid."""
+    """Return the committed checkpoint `tag` in a folder, even a set-aside one; None if it does not exist. Raises
+    CorruptionError or CheckpointMismatchError if its record is not valid."""
     folder, name = folder_at(place), tag_folder(tag)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return _open_tag(folder, name)
@@ -192,7 +192,7 @@ def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
 
 
 def _set_aside(folder: Folder, name: str) -> TagInfo | None:
-    """Return the set-aside checkpoint that counts for the tag folder `name`, which has no record; None if there is none."""
+    """Return the set-aside checkpoint that counts for the tag folder `name`, which has no record; None without one."""
     try:
         entries = folder.entries()
     except (FileNotFoundError, NotADirectoryError):
@@ -259,8 +259,8 @@ def meant_of(folder: Folder, catalog: Catalog) -> tuple[TagInfo, str]:
     """Return the checkpoint that is meant if none is named, of a catalog with at least one, and a line for people if `latest`
     does not name the newest.
 
-    It is the one that `latest` names, by which people go back; but the newest if its save was killed between its commit and
-    the update of `latest`: then its lock exists, and `latest` is not younger than its record.
+    It is the one named by `latest`, which users edit to go back; but it is the newest if its save was killed between
+    its commit and the update of `latest`: then its lock exists, and `latest` is not younger than its record.
     """
     newest = newest_of(catalog.tags)
     try:
@@ -346,7 +346,7 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
 
 def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str = "") -> TagInfo | None:
     """Return the checkpoint that a save to `tag` replaces: with `overwrite` any, otherwise one of the run `run`. Raises
-    CheckpointExistsError if it may not be replaced."""
+    CheckpointExistsError if it must not be replaced."""
     folder, name = folder_at(place), tag_folder(tag)
     target = folder.location_of(name)
     try:
@@ -364,7 +364,7 @@ def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str 
             )
     elif not overwrite and (not run or existing.record.run != run):
         by_other = " by another run" if run else ""
-        resume = "load it first to go on with that run, " if run else ""
+        resume = "load it first to continue that run, " if run else ""
         raise CheckpointExistsError(
             f"Checkpoint already exists: {existing.record.tag!r} is committed in {existing.folder.parent}{by_other} (step "
             f"{existing.record.step}): {resume}save under another tag, or pass overwrite=True to replace it"

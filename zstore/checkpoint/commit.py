@@ -12,9 +12,9 @@ tell from running ones.
 
 If one flush of the file system is enough for 3 and 4 (`Flush`), the new `latest` is written before it too.
 
-After a crash before 6, nothing has the tag's name, or the previous checkpoint has it; between 5 and 6, a scan takes the
-set-aside checkpoint for the tag, and the next save renames it back; after 6, the checkpoint is whole, `latest` is old (it is a
-hint), and the next save removes the leftovers. Each removal begins with a rename to `<tag>.tmp-<id>`, so that half of a
+After a crash before 6, nothing has the tag's name, or the previous checkpoint has it; between 5 and 6, a scan uses the
+set-aside checkpoint for the tag, and the next save renames it back; after 6, the checkpoint is whole, `latest` is old (it is
+a hint), and the next save removes the leftovers. Each removal begins with a rename to `<tag>.tmp-<id>`, so that half of a
 checkpoint never looks like one.
 """
 
@@ -64,7 +64,7 @@ FOREIGN_LIFE_S = 24 * 3600
 
 class SaveLock:
     """Locks the new lock file `path`, which names the process, until `release()`, the end of a `with` block, or of the process.
-    Waits while another process has it. Raises StorageError if it cannot be made."""
+    Waits while another process has it. Raises StorageError if it cannot be created."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -2,7 +2,7 @@
 
 [Note: sizes]
 Three sizes describe a checkpoint, with the same names in every command and page: its *array data* are the values alone; its
-*shard files* add index, checksums and padding; its *size on disk* is that of all files, metadata and manifests included, as
+*shard files* add index, checksums and padding; its *size on disk* counts all files, metadata and manifests included, as
 `ls -l` shows it. A file with several names (hard links) is *shared*; removing a checkpoint *frees* the files that have no name
 outside of it.
 """
@@ -56,7 +56,7 @@ class Folder(ABC):
     """Whether it is on a mounted file system: an operation then takes microseconds, and not a request over a network."""
 
     traffic: NetworkTraffic | None = None
-    """Traffic to and from a URL, of this folder and those made from it; None: not counted."""
+    """Traffic to and from a URL, of this folder and folders derived from it; None: not counted."""
 
     def __init__(self, location: str, name: str) -> None:
         self.location = location
@@ -130,10 +130,10 @@ class Folder(ABC):
     @abstractmethod
     def sizes(self, top: str) -> dict[str, int | None]:
         """Return the bytes of each file anywhere below its folder `top` (empty: itself), by path inside this one. None
-        for one that is not a regular file, such as a symbolic link. Empty if there is no such folder."""
+        for one that is not a regular file, such as a symbolic link. Empty if the folder does not exist."""
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
-        """Return the bytes of those of `files` that exist; None for one that is not a regular file."""
+        """Return the bytes of the existing `files`; None for one that is not a regular file."""
         wanted = set(files)
         tops = {file.split("/")[0] for file in wanted}
         return {file: size for top in tops for file, size in self.sizes(top).items() if file in wanted}
@@ -271,7 +271,7 @@ class LocalFolder(Folder):
 
 
 def plain_sizes(folder: Path, files: Iterable[str]) -> dict[str, int | None]:
-    """Return the bytes of those of `files` that are in `folder`, by path inside it; None for one that is not a regular file."""
+    """Return the bytes of the `files` that are in `folder`, by path inside it; None for one that is not a regular file."""
     found: dict[str, int | None] = {}
     for file in files:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -305,7 +305,7 @@ class StoredFiles:
     """The files of checkpoints, each once; behind a URL, which has no links, all files of a checkpoint as one."""
 
     files: Mapping[Hashable, StoredFile]
-    """By a key that is the same for the same file of any checkpoint."""
+    """Files by a key that is the same for the same file of any checkpoint."""
 
     @property
     def num_files(self) -> int:
@@ -324,7 +324,7 @@ class StoredFiles:
 
 
 def stored_files(place: FolderLike) -> StoredFiles:
-    """Return the files of the checkpoint in the tag's folder `place`, without those that are removed meanwhile."""
+    """Return the files of the checkpoint in the tag's folder `place`, without files that are removed during the call."""
     folder = folder_at(place)
     if not folder.is_local:
         sizes = folder.sizes("").values()

@@ -144,7 +144,7 @@ class Record:
     run: str = ""
     """Id of the training run, kept across resumes; retention deletes only checkpoints of its own run."""
     committed_ns: int = 0
-    """Time of the commit, nanoseconds since 1970; more than that of the checkpoint that `latest` named before."""
+    """Time of the commit, nanoseconds since 1970; later than the checkpoint that `latest` named before."""
     metadata_sha256: str
     """SHA-256 of the root's `zarr.json`, hex."""
     manifest_sha256: tuple[str, ...]
@@ -260,7 +260,7 @@ def _encode(value: Any, where: str, depth: int) -> Any:
 
 
 def decode_state(value: Any, depth: int = 0) -> Any:
-    """Return the value that `encode_state` was given; tuples come back as lists. Raises CorruptionError if it is too deep."""
+    """Return the value that `encode_state` encoded; tuples become lists. Raises CorruptionError if it is too deep."""
     if depth > _MAX_DEPTH + 2:
         raise CorruptionError(f"state is nested more than {_MAX_DEPTH} levels deep: the file is damaged")
     if isinstance(value, dict):

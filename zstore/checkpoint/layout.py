@@ -4,14 +4,14 @@ documents, one for each group and array, the root's with a copy of all. Pure.
 [Note: names on disk]
 A user's name becomes one path component: its UTF-8 bytes, percent-encoded except for letters, digits and
 `-_.~=+@,`. Also encoded: a leading `.`, the first of two leading `_` (Zarr reserves `__`), the first letter of names that the
-format uses, and the `.` of an ending like that of a save's temporary files. A component over 180 bytes is cut and ends in `~`
+format uses, and the `.` of a suffix like a save's temporary files'. A component over 180 bytes is cut and ends in `~`
 and the first 32 digits of the SHA-256 of the true name. The true name is in the metadata, and a reader accepts a folder only
 if encoding its true name gives the folder's name.
 
 [Note: objects of a save]
-Python's garbage collector runs after so many new objects and walks over all of the program's, those of torch and
-transformers among them, which takes longer than a small save. A document is some thirty objects. So documents are made as
-text, once for the arrays of a run, and a save makes only a few objects for each array.
+Python's garbage collector runs after so many new objects and visits all of the program's, including torch's and
+transformers', which takes longer than a small save. A document is some thirty objects. So documents are made as text, once
+for the arrays of a run, and a save makes only a few objects for each array.
 
 Source: Zarr v3 core specification and the sharding codec, https://zarr-specs.readthedocs.io/en/latest/v3/core/
 """
@@ -62,13 +62,13 @@ _ID = re.compile(r"\A[0-9a-f]{32}\Z")
 _PARTIAL_ESCAPE = re.compile(r"%[0-9A-F]?\Z")
 _FORBIDDEN_IN_TAGS = re.compile(r"[/\x00-\x1f\x7f-\x9f]")
 
-# Bounds on what metadata may ask for, before anything is allocated.
+# Bounds on what metadata may request, checked before anything is allocated.
 MAX_NUMEL = 2**48
 MAX_CHUNK_BYTES = 2**31
 
 _PLACE = "the documents of all folders"
 _INDENT = "\n   "
-"""Of the documents within the root's."""
+"""Indentation of the documents within the root's."""
 _GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 _BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C: dict[str, Any] = {"name": "crc32c"}
@@ -170,7 +170,7 @@ def _encodable(text: str) -> bool:
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """Return a sort key by which `h.2` comes before `h.10`."""
+    """Return a sort key that orders `h.2` before `h.10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 

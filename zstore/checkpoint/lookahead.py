@@ -72,7 +72,7 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
     grid, itemsize = array.grid, array.spec.itemsize
     while first < stop:
         shard, local = divmod(first, grid.shard_numel)
-        # In their size in the file, so that a span is not slightly more than a request.
+        # Counted by their size in the file, so that a span is not slightly more than a request.
         chunks = max(1, span_bytes // round_up(grid.chunk_numel * itemsize + CRC_BYTES, BLOCK_BYTES))
         end = min((local // grid.chunk_numel + chunks) * grid.chunk_numel, grid.shard_numel)
         end = min(shard * grid.shard_numel + end, stop)
@@ -135,7 +135,7 @@ class ReadAhead(Closing):
         if self._closed:
             raise UsageError("the read-ahead was closed")
         if not self._loading:
-            self._begin()  # the spans before failed, or the caller has not released them
+            self._begin()  # the previous spans failed, or the caller has not released them
         if not self._loading:
             return None
         span, loaded = self._loading.popleft()
@@ -164,7 +164,7 @@ class ReadAhead(Closing):
             position = end
 
     def _span_at(self, name: str, position: int) -> Span:
-        """Return the span of an element, and release the spans before it."""
+        """Return the span of an element, and release the previous spans."""
         span = self._current
         while span is None or span.slab is None or span.name != name or not span.first <= position < span.stop:
             if span is not None:
@@ -184,7 +184,7 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
     """Read `ranges` in spans of a request each, roughly in order, and call `use` for each, in several threads called `name`.
 
     The thread that read a span uses it, in whose cache it may still be, and frees it. The first error stops all threads and is
-    raised. The spans take at most as much memory as those of `ReadAhead`.
+    raised. The spans take at most as much memory as with `ReadAhead`.
     """
     memory_bytes, request_bytes = _spans_memory(reader), reader.resources.request_bytes
     wanted = reader.num_readers if reader.is_remote else min(_NUM_REQUESTS, _USERS_PER_CORE * num_cores())
@@ -211,7 +211,7 @@ def read_into(
 ) -> None:
     """Read each range whole into its memory, contiguous elements or bytes, by several threads at once, a request each.
 
-    Takes no memory but the reader's pool. The first error stops all reads and is raised; the content is then undefined.
+    Uses only the memory of the reader's pool. The first error stops all reads and is raised; the content is then undefined.
     """
     tasks: list[Callable[[], None]] = []
     for number, ((name, first, stop), out) in enumerate(targets):

@@ -58,7 +58,7 @@ class KnownFile:
     device: int
     """Number of the file system."""
     identity: str
-    """Differs from that of any other file there, and of this file after a write."""
+    """Differs from the version of any other file there, and from this file's after a write."""
 
     @staticmethod
     def of(
@@ -154,13 +154,13 @@ class SaveRequest(CheckpointPlan):
     keep: Keep | None = None
     """Which checkpoints of this run are kept once this one is committed; None: all."""
     known: Mapping[str, KnownFile] = field(default_factory=dict)
-    """By array, the file of an earlier checkpoint that may equal the pinned shard."""
+    """The file of an earlier checkpoint that may equal the pinned shard, by array."""
     overwrite: bool = False
     """Replace a committed checkpoint of the same tag, even one of another run."""
     disk_folder: Path | None = None
     """The disk tier's folder; if it is on another file system, the check of free room counts copies."""
     disk_folders: Mapping[str, Path] = field(default_factory=dict)
-    """By array, the folder of shards that are on another drive than `disk_folder`."""
+    """The folder of shards that are on another drive than `disk_folder`, by array."""
     before_commit: Callable[[CheckpointReader], Iterable[str]] | None = None
     """Called on rank 0 with the checkpoint before it is committed, in the save's thread; returns messages. Files that it
     writes durably at the top of the folder are committed too."""
@@ -203,7 +203,7 @@ class SaveRequest(CheckpointPlan):
                 )
 
     def unchanged(self, name: str) -> KnownFile | None:
-        """Return the file of an earlier checkpoint with the same version as the pinned shard; None if there is none."""
+        """Return the file of an earlier checkpoint with the same version as the pinned shard; None if no file has it."""
         known, version = self.known.get(name), self.pins[name].version
         return known if known is not None and version is not None and known.version == version else None
 
@@ -245,11 +245,11 @@ class SaveSummary:
     num_files: int
     """Shard files of this rank."""
     num_linked: int
-    """Shard files that are links, of which nothing was written."""
+    """Bytes of shard files that are links, so that nothing was written."""
     linked_bytes: int
     written_bytes: int
     all_linked_bytes: int
-    """Of all ranks that save to this folder, on the rank that commits; else 0."""
+    """Total over all ranks that save to this folder, on the rank that commits; else 0."""
     all_written_bytes: int
     elapsed_s: float
     """From the request to the commit."""
@@ -262,7 +262,7 @@ class SaveSummary:
     uploaded_bytes: int = 0
     """Bytes that this rank uploaded."""
     all_uploaded_bytes: int = 0
-    """Of all ranks, on the rank that commits; else 0."""
+    """Total over all ranks, on the rank that commits; else 0."""
 
 
 class RankPart(CheckpointBuilder):
@@ -320,7 +320,7 @@ class RankPart(CheckpointBuilder):
         return summary
 
     def _link_known(self, name: str, pin: PinnedShard, path: Path) -> ShardSummary | None:
-        """Link an equal file of an earlier checkpoint; None if there is none. See [Note: links of unchanged shards]."""
+        """Link an equal file of an earlier checkpoint; None without one. See [Note: links of unchanged shards]."""
         request = self._request
         known = request.unchanged(name)
         if known is None or not known.link(self._files, path):

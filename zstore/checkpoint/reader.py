@@ -29,7 +29,7 @@ from .format import COMPLETE, MAX_JSON_VALUES, Manifest, Record, parse_json, sha
 from .layout import METADATA_FILE, RECORD_FILE, manifest_file, natural_key, parse_root, shard_file, tag_text
 
 NUM_THREADS = 4
-"""I/O threads of a source that is given no resources."""
+"""I/O threads of a source created without resources."""
 NUM_REMOTE_REQUESTS = 12
 """Concurrent requests over a network: each takes tens of milliseconds, whatever it reads."""
 _NUM_LOCAL_READERS = 6
@@ -41,7 +41,7 @@ class StoredArray:
 
     spec: ArraySpec
     grid: Grid
-    """How it is cut in its files; reads that end with a chunk cost least."""
+    """How it is cut in its files; reads that end at a chunk's end cost least."""
     folder: str
     """Its place inside the source, for messages; in our checkpoints its folder."""
     codec: Codec | None = None
@@ -86,7 +86,7 @@ class ArraySource(Closing):
     notes: tuple[str, ...] = ()
     """State that is not carried over from, or is missing in, other software's checkpoint: for one warning on use."""
     weight_files: Collection[str] = ()
-    """The files with the arrays, if the source is a model's folder, all of which belongs to the model; else empty."""
+    """The files with the arrays, if the source is a model's folder, which belongs wholly to the model; else empty."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ArraySource(Closing):
         """
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """Return the JSON that belongs to rank `rank` of the saving run alone; empty if there is none."""
+        """Return the JSON that belongs only to rank `rank` of the saving run; empty if it has none."""
         return {}
 
     def reading(self) -> ReadStatistics | None:
@@ -143,12 +143,12 @@ class ArraySource(Closing):
         return None
 
     def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
-        """Return the committed crc32c of each chunk of a shard that has values; None if there are none."""
+        """Return the committed crc32c of each chunk with values of a shard; None if they are not recorded."""
         return None
 
     def file_of(self, name: str, shard: int) -> Path | None:
-        """Return the path of a shard's local, uncompressed file in our format, which may be linked instead of being read; None
-        if there is none. Raises CorruptionError if it is missing, truncated, or its index is damaged."""
+        """Return the path of a shard's local, uncompressed file in our format, which may be linked instead of being read;
+        None without one. Raises CorruptionError if it is missing, truncated, or its index is damaged."""
         return None
 
     def checked_target(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -164,7 +164,7 @@ class ArraySource(Closing):
         return out.reshape(-1).view(np.uint8)
 
     def array(self, name: str) -> StoredArray:
-        """Return the array called `name`; raises CheckpointMismatchError if there is none."""
+        """Return the array called `name`; raises CheckpointMismatchError if it does not exist."""
         if name not in self.arrays:
             raise CheckpointMismatchError(f"checkpoint {self.location} has no array {name!r}")
         return self.arrays[name]
@@ -174,7 +174,7 @@ class ArraySource(Closing):
         return sorted(self.arrays, key=natural_key)
 
     def known(self, name: str) -> StoredArray:
-        """Return the array called `name`; raises KeyError, with some of the names, if there is none."""
+        """Return the array called `name`; raises KeyError, with some of the names, if it does not exist."""
         if name not in self.arrays:
             names = self.names()
             raise KeyError(f"{self.location} has no array {name!r}; it has {len(names)}, for example {names[:3]}")
@@ -197,7 +197,7 @@ class ReadStatistics:
     """The reads of a checkpoint so far."""
 
     read_bytes: int
-    """Behind a URL all bytes over the network, else those of chunks; checksums and alignment included."""
+    """From a URL all bytes over the network, else the bytes of chunks; checksums and alignment included."""
     asked_bytes: int
     """Bytes of the requested elements."""
     requests: int
@@ -240,7 +240,7 @@ class CheckpointReader(ArraySource):
         """`resources` for reading the shard files, local or remote."""
         self.arrays = arrays
         self._crcs: dict[int, dict[str, tuple[int, ...]]] = {}
-        """By rank and array, the checksums of its shard."""
+        """Checksums of the shards, by rank and array."""
         self._decoding = threading.Lock()
         self._shards: OrderedDict[tuple[str, int], ShardReader] = OrderedDict()
         self._lock = threading.Lock()

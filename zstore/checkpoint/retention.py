@@ -105,7 +105,7 @@ class Fate:
 
 def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
     """Return the fate of each checkpoint in `folder`, local or behind a URL, the oldest first. Raises CheckpointNotFoundError
-    if there is none, or if none has the metric of the rules."""
+    if it has none, or if none has the metric of the rules."""
     catalog = scan(folder)
     if not catalog.tags:
         raise CheckpointNotFoundError(f"{folder} has no committed checkpoint")

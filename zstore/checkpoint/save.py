@@ -108,7 +108,7 @@ class SaveHandle:
 
 
 def save_checkpoint(request: SaveRequest) -> SaveHandle:
-    """Begin to save in the background and return the handle. See [Note: who does what].
+    """Start saving in the background and return the handle. See [Note: who does what].
 
     The save takes over the pins, and releases them even if this raises. Raises before anything is
     written: UsageError for a bad request or state that is not JSON, CheckpointExistsError, StorageError for a folder that
@@ -343,7 +343,7 @@ class Save:
             raise CheckpointError(f"rank {failed[0]} aborted {self.title}: {failed[1]}")
 
     def _failed_rank(self) -> tuple[int, str] | None:
-        """Return a rank that aborted, and the reason, as long as this rank depends on it; None if there is none."""
+        """Return a rank that aborted, and the reason, as long as this rank depends on it; None if no rank has."""
         reason = abort_reason(self._folder / ABORT_FILE) if self._request.rank else None
         return None if reason is None else (0, reason)
 

@@ -42,7 +42,7 @@ _GAP_BYTES = 1024 * 1024
 class Reader(StorageReader):
     """Reads the checkpoint at `path`: its own folder or URL, or one of checkpoints and a `tag` (default: the newest).
 
-    Any checkpoint that zstore opens can be read, those of an engine or other software too; without a mapping of DCP's own,
+    Any checkpoint that zstore opens can be read, including an engine's or other software's; without DCP's own mapping,
     weights are found under "model", optimizer state under "optimizer". Entries that are pickles are refused unless
     `trust_pickles`: DCP would run their code.
     """
@@ -65,7 +65,7 @@ class Reader(StorageReader):
         self._state = DcpState(paths={})
 
     def reset(self, checkpoint_id: UserPath | None = None) -> None:
-        """Begin to read another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
+        """Start reading another checkpoint, at `checkpoint_id` if given (all ranks)."""
         self.close()
         if checkpoint_id is not None:
             self.path, self._tag = user_location(checkpoint_id), None
@@ -103,7 +103,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all that the plan asks for; done when this returns (all ranks)."""
+        """Read everything in the plan; done when this returns (all ranks)."""
         source = self._open()
         values = {key_of(path): value for path, value in self._state.values}
         blocks: list[_BlockRead] = []

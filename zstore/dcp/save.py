@@ -39,7 +39,7 @@ from zstore.io.closing import wait_until
 from zstore.io.memory import dtype_name
 
 PIECES_FOLDER = "pieces"
-"""In the temporary folder of a save: pieces that ranks exchange. Removed before the commit."""
+"""Folder inside a save's temporary folder for pieces that ranks exchange. Removed before the commit."""
 TIMEOUT_S = 1800.0
 """How long a rank waits for pieces of others."""
 
@@ -84,7 +84,7 @@ class RankWork:
     """The save's temporary folder."""
     rank: int
     arrays: dict[str, ArrayLayout]
-    """By DCP's key: the tensors of this rank's plan, and those of which it owns a shard."""
+    """Tensors by DCP's key: the ones in this rank's plan, and the ones that it owns a shard of."""
     names: dict[str, str]
     """Array by DCP's key, of entries that are no tensors."""
     sync: bool = True
@@ -145,7 +145,7 @@ class Save:
         return ArrayLayout.of(spec, boxes, len(self._plans))
 
     def begin(self, *, overwrite: bool) -> list[SavePlan]:
-        """Make the temporary folder, remove those of dead saves, and return the plan of each rank. Raises
+        """Create the temporary folder, remove dead saves' folders, and return the plan of each rank. Raises
         CheckpointExistsError."""
         self._committer.check(overwrite=overwrite)
         needed = sum(layout.spec.nbytes * (2 if layout.boxes else 1) for layout in self._layouts.values())
@@ -214,7 +214,7 @@ class Save:
 
     def abandon(self) -> None:
         """Remove all files written, unless they were committed. Never raises."""
-        self._committer.abort("the save was given up", alone=True)
+        self._committer.abort("the save was abandoned", alone=True)
         if self._flush is not None:
             self._flush.close()
 
@@ -289,7 +289,7 @@ class RankWriter:
         pieces = [(self._piece_path(layout, box), box) for box in touching]
         with contextlib.ExitStack() as opened:
             for path, _ in pieces:
-                failure = f"no rank wrote {path} within {TIMEOUT_S:g} s: the save is given up"
+                failure = f"no rank wrote {path} within {TIMEOUT_S:g} s: the save was abandoned"
                 wait_until(path.exists, TIMEOUT_S, lambda failure=failure: failure, check=self.check)  # type: ignore[misc]
             files = [(opened.enter_context(self._buffered.opened(path)), box) for path, box in pieces]
 

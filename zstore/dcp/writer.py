@@ -4,8 +4,8 @@
     (rank 0)    prepare_global_plan    names, layouts, room; makes the temporary folder
     (all)       write_data             shards that this rank has; pieces for others; shards that it owns
     (rank 0)    finish                 manifests, metadata, record; renames the folder to its tag
-DCP gathers errors and tells every rank of them; if one comes before `finish`, there is no checkpoint. Files written
-by then are removed by the next save through this writer, or when the writer or the process ends.
+DCP gathers errors and reports them to every rank; after an error before `finish`, no checkpoint is committed. Files
+written by then are removed by the next save through this writer, or when the writer or the process ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _of_thread = threading.local()
 class Writer(StorageWriter):
     """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share.
 
-    `step` is that of the record; by default the number that `path` ends with, as in `step-100`, else 0. An existing
+    `step` is the record's step; by default the number at the end of `path`, as in `step-100`, else 0. An existing
     checkpoint is refused unless `overwrite`. Raises UsageError for a URL.
     """
 
@@ -66,7 +66,7 @@ class Writer(StorageWriter):
         self._path = _folder_of(path)
 
     def reset(self, checkpoint_id: UserPath | None = None) -> None:
-        """Begin another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
+        """Begin another checkpoint, at `checkpoint_id` if given (all ranks)."""
         self._abandon()
         if checkpoint_id is not None:
             self._path = _folder_of(checkpoint_id)

@@ -15,10 +15,10 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
   too many. Few ranks have large shards: then a chunk is 1/144 of the array instead, but not under 200 KiB, since
   smaller ones make every step slower (110 M parameters on 2 cores: 4 % at 200 KiB, 10 % at 96).
 - Among chunk sizes near that target, the one that pads the shard least, and then leaves least unused in 4-KiB blocks.
-- The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type. An
-  array of one bit an element is bytes in a row, of which a chunk has those of the elements' chunk (`Grid.packed`).
+- The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type. An array of
+  one bit an element is bytes in a row; a chunk has the bytes of the elements' chunk (`Grid.packed`).
 - An array that keeps more than two extents has rows of several. A row that is cut is cut along one of them, into equal parts
-  of it with all later extents: so the order of chunks is still that of the elements.
+  of it with all later extents, so chunks keep the elements' order.
 - In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes
   8 KiB at least, so 512 bytes cut over 64 ranks would take half a megabyte in 32 files.
 """
@@ -72,7 +72,7 @@ STEM = "model"
 """First part of the names of a model's files, as `from_pretrained` looks for them."""
 STEMS_OF_ONE_FILE = ("adapter_model", "pytorch_lora_weights")
 STEMS = (STEM, "diffusion_pytorch_model", *STEMS_OF_ONE_FILE)
-"""Those that transformers, diffusers and PEFT look for, in this order."""
+"""The file names that transformers, diffusers and PEFT look for, in this order."""
 STEM_KEY = "weights_stem"
 """Key of a record's state: the one of `STEMS` that the weights' files had."""
 
@@ -100,7 +100,7 @@ _BLOCK_BYTES = 4096
 
 @lru_cache(maxsize=64)
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
-    """Return the little-endian numpy data type called `name` ("bfloat16" comes from ml_dtypes).
+    """Return the little-endian numpy data type called `name` ("bfloat16" is ml_dtypes').
 
     Raises ValueError for a name that the format does not store.
     """
@@ -167,7 +167,7 @@ class ArraySpec(Shaped):
 
     @cached_property
     def row_extents(self) -> tuple[int, ...]:
-        """Shape of a row, of which the stored shape has as many as its first extent."""
+        """Shape of a row; the first extent of the stored shape counts the rows."""
         return self.stored_shape[1:]
 
     @property

@@ -29,7 +29,7 @@ from .arrays import Bytes
 
 _PRIME = 2**61 - 1
 _BATCH_RUNS = 4096
-"""Most runs whose starts are in memory at a time: a box of columns may have one for every row."""
+"""Most runs whose starts are in memory at once: a box of columns may have one for every row."""
 
 
 class BoxRun(NamedTuple):

@@ -72,7 +72,7 @@ CODECS: Mapping[str, Codec | None] = {"none": None, "zstd": Codec()}
 
 
 def parse_codec(document: object) -> Codec:
-    """Return the codec of which `document` is the metadata. Raises CodecError for one that is not read."""
+    """Return the codec that the metadata `document` describes. Raises CodecError if it is not supported."""
     settings = document.get("configuration") if isinstance(document, dict) else None
     level = settings.get("level") if isinstance(settings, dict) else None
     if type(level) is not int or not 0 <= level <= _MAX_LEVEL or document != Codec(level=level).document():
@@ -120,7 +120,7 @@ def decode_packed_index(layout: ShardLayout, data: Bytes, *, path: str, array: s
         body
     ):
         raise CorruptionError(
-            f"array {array!r}: the index of {path} is not that of {layout.num_present} compressed chunks of up to {most} "
+            f"array {array!r}: the index of {path} does not describe {layout.num_present} compressed chunks of up to {most} "
             "bytes, one after the other; the file was replaced or the metadata changed: restore it from another copy"
         )
     offsets = np.empty(layout.num_present + 1, np.int64)

@@ -14,9 +14,9 @@ known before any data, and direct I/O can write any run of slots.
 Source: Zarr v3 sharding codec specification, https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/
 
 [Note: payloads in place]
-Direct I/O takes memory in several places, as long as each begins and ends at a multiple of 512 bytes. A chunk's payload most
-often does in the memory of its array, and so do the bytes after it, its crc32c and zeros. Then the drive reads from
-and writes to that memory itself: a byte passes the processor once, for its checksum. Any other chunk travels through a buffer.
+Direct I/O takes memory in several places, as long as each begins and ends at a multiple of 512 bytes. A chunk's payload
+usually does in the memory of its array, as do the bytes after it, its crc32c and zeros. Then the drive reads from and writes
+to that memory itself: a byte passes the processor once, for its checksum. Any other chunk travels through a buffer.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _ALIGN_BYTES = 512
 _MIN_PLACED_BYTES = 16 * 1024
 """Smaller payloads are cheaper to copy than to name."""
 MAX_SLOTS = 500
-"""Of a run with payloads in place: systems take 1,024 places in a transfer."""
+"""Parts of a run with payloads in place: systems accept 1,024 places in a transfer."""
 
 Rest = Callable[[int], Bytes | None]
-"""Gives the memory of a chunk's payload, all of it, by the chunk's number; None if it has none."""
+"""Returns the memory of a chunk's whole payload, by the chunk's number; None if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def checksum_error(array: str, what: str, path: str, offset: int, nbytes: int) -
 def check_index(layout: ShardLayout, data: bytes | memoryview | Bytes, *, path: str, array: str) -> None:
     """Check that `data`, the first bytes of a shard file, is the index that `layout` says.
 
-    Raises CorruptionError if the checksum is wrong or the entries are those of another layout.
+    Raises CorruptionError if the checksum is wrong or the entries belong to another layout.
     """
     found = bytes(data[: layout.index_bytes])
     if encode_index(layout).startswith(found) and len(found) == layout.index_bytes:
@@ -166,7 +166,7 @@ def stored_crcs(slots: Bytes, layout: ShardLayout) -> npt.NDArray[np.uint32]:
 
 
 def checksum(payload: Bytes | memoryview) -> int:
-    """Return the crc32c of `payload`; the GIL is held meanwhile."""
+    """Return the crc32c of `payload`, computed while holding the GIL."""
     return crc32c(payload if isinstance(payload, memoryview) else payload.data, 0, _KEEP_INTERPRETER)
 
 
@@ -200,7 +200,7 @@ class ScatteredMemory:
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self.views = views
-        """Of bytes, each contiguous, in the order of the file."""
+        """Byte arrays, each contiguous, in the order of the file."""
         self.size = sum(view.nbytes for view in views)
 
     def __getitem__(self, part: slice) -> ScatteredMemory:
@@ -239,7 +239,7 @@ class Slots:
         self.stop = stop
         self.head = head
         self.at_rest = [self._aligned(rest, chunk) for chunk in range(first, stop)]
-        """By chunk, its payload in the memory of its array; None: it travels through the buffer."""
+        """The payloads by chunk, in the memory of the array; None: it travels through the buffer."""
 
     def _aligned(self, rest: Rest | None, chunk: int) -> Bytes | None:
         nbytes = self.layout.payload_bytes
@@ -275,12 +275,12 @@ class Slots:
                 yield self.first + place, np.frombuffer(self.payloads[place], np.uint8)
 
     def lay_out(self, buffer: Bytes) -> None:
-        """Place the parts without memory of their own in `buffer`, whose address is a multiple of the alignment."""
+        """Place the parts without separate memory in `buffer`, whose address is a multiple of the alignment."""
         at, begun = self.head, 0
         payload_bytes, end_bytes = self.layout.payload_bytes, self.layout.slot_bytes - self.layout.payload_bytes
         whole = buffer.data
         self.payloads: list[memoryview] = []
-        """By chunk."""
+        """The payloads by chunk."""
         self.ends: list[memoryview] = []
         """The bytes after each payload: its crc32c, and zeros."""
         parts: list[memoryview] = []
@@ -323,8 +323,8 @@ class Slots:
 
 
 def runs(layout: ShardLayout, first: int, stop: int, step: int, rest: Rest | None, *, index: bool) -> Iterator[Slots]:
-    """Yield chunks `[first, stop)` as runs of at most `step`, each made on demand: there may be millions. With `index`,
-    chunk 0 comes with the index before it."""
+    """Yield chunks `[first, stop)` as runs of at most `step`, each made on demand: there may be millions. With `index`, chunk
+    0 is preceded by the index."""
     step = step if rest is None else min(step, MAX_SLOTS)
     for low in range(first, stop, step):
         yield Slots(layout, low, min(low + step, stop), layout.data_offset if index and low == 0 else 0, rest)

@@ -29,7 +29,7 @@ _NATIVE: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 class BFloat16(BaseFloat[Any, Any]):
     """bfloat16, stored little-endian; scalars are `ml_dtypes.bfloat16`.
 
-    Zarr v3 only: v2 has no name for the type. Fill values are those of the other floating types: numbers, "NaN",
+    Zarr v3 only: v2 has no name for the type. Fill values are as for the other floating types: numbers, "NaN",
     "Infinity", "-Infinity", or the bits in hexadecimal ("0x7fc0").
     """
 

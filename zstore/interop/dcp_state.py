@@ -11,7 +11,7 @@ and any other is `client/<key>`. If there are several models, or optimizers, the
 The record keeps each path that `default_path` does not give.
 
 [Note: values]
-Numbers, text and containers of them are kept in the record, exactly: a tuple comes back as a tuple. `bytes` are an array
+Numbers, text and containers of them are kept in the record, exactly: a tuple stays a tuple. `bytes` are an array
 of uint8. For anything else torch's pickle is kept in an array of uint8, which zstore never unpickles.
 """
 
@@ -44,7 +44,7 @@ _MAX_ENTRY_BYTES = 1024 * 1024
 """About the most that the JSON of one entry may take."""
 _VALUE_BYTES = 4
 _MAX_BITS = 10_000
-"""Of a whole number: Python writes and reads no more digits than 4300."""
+"""Digits of a whole number: Python writes and reads at most 4300."""
 
 
 def key_of(path: Path) -> str:
@@ -116,8 +116,8 @@ def encode_value(value: object) -> Any:
     """Return plain data as JSON: None, bool, int, float, text, bytes, lists, tuples and dicts of them, nothing else.
 
     Tuples, bytes and dicts with other keys than plain text are objects with one key that begins with `$`. Raises
-    NotPlainError; subclasses are not plain, since they would come back as something else, nor is what is nested deeply or
-    takes megabytes: a small pickle may contain one list a million times.
+    NotPlainError; subclasses are not plain, since they would be read as something else, nor are values that are nested deeply
+    or take megabytes: a small pickle may contain one list a million times.
     """
     left_bytes = _MAX_ENTRY_BYTES
 
@@ -180,7 +180,7 @@ class DcpState:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], arrays: Iterable[str]) -> DcpState:
-        """Return that of a checkpoint with this `record.state`, which DCP need not have written.
+        """Return the state of a checkpoint with this `record.state`, which DCP need not have written.
 
         Raises CorruptionError if it is damaged, CheckpointMismatchError if it is of another version.
         """

@@ -59,7 +59,7 @@ class WeightsReader:
     """The tensors of the safetensors files in `folder`: `model.safetensors`, or those that its index names, or the only
     one there is.
 
-    Raises CheckpointNotFoundError if there are none, CorruptionError for files that are damaged, UsageError for
+    Raises CheckpointNotFoundError if there are no weights, CorruptionError for damaged files, UsageError for
     pickled weights and for data types that cannot be trained.
     """
 
@@ -94,7 +94,7 @@ class WeightsReader:
         return found
 
     def _main_file(self) -> Path:
-        """Return the index of numbered files, or the only file: that of a model, of diffusers' or of the only variant."""
+        """Return the index of numbered files, or the only file: a model's, diffusers', or the only variant's."""
         indices, files = (sorted(self.folder.glob(f"*{SUFFIX}{end}")) for end in (".index*.json", ""))
         for found, end in ((indices, ".index.json"), (files, "")):
             usual = [path for stem in STEMS if (path := self.folder / f"{stem}{SUFFIX}{end}") in found]
@@ -103,7 +103,7 @@ class WeightsReader:
         if found := indices or files:
             raise UsageError(
                 f"{self.folder} has {', '.join(path.name for path in found):.200}, and nothing says which belong together: "
-                "leave those of one model in a copy of it, or save it again with save_pretrained() of transformers or diffusers"
+                "leave one model's files in a copy of it, or save it again with save_pretrained() of transformers or diffusers"
             )
         pickled = [path.name for pattern in _PICKLED for path in sorted(self.folder.glob(pattern))]
         if pickled:

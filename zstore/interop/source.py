@@ -60,7 +60,7 @@ class ForeignSource(ArraySource):
 
 
 def record_of(folder: Path, step: int = 0, state: Mapping[str, Any] | None = None) -> Record:
-    """Return the record of a folder that has none; the tag is the folder's name if that can be one."""
+    """Return a record for a folder without one; the tag is the folder's name if that is a valid tag."""
     try:
         tag = tag_text(folder.resolve().name)
     except UsageError:

@@ -88,8 +88,8 @@ Blocks = list[tuple[Box, FileRange]]
 class TorchDcpSource(ForeignSource):
     """The checkpoint in `folder`. Names are mapped as `docs/dcp.md` says.
 
-    Raises CorruptionError if it is damaged, CheckpointMismatchError for parts that are not read: other storage formats than
-    that of `FileSystemWriter`, and data types that the format does not store.
+    Raises CorruptionError if it is damaged, CheckpointMismatchError for parts that are not supported: storage formats other
+    than `FileSystemWriter`'s, and data types that the format does not store.
     """
 
     kind = "torch DCP"
@@ -155,7 +155,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Metadata:
-    """The content of `.metadata`, checked, and that of the entries that are plain data."""
+    """The content of `.metadata`, checked, and of the entries that are plain data."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

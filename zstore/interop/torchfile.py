@@ -1,11 +1,10 @@
 """Files of `torch.save`, read by `torch.load(weights_only=True)`: their objects, with tensors that stay in the file.
 
 [Note: foreign pickles]
-A pickle is a program that may name any function. torch's unpickler for weights runs it, which calls nothing but what
-builds tensors and plain containers. Classes that it does not know are replaced by `Inert` ones for the time of the load:
-their objects keep what the pickle gives them, and nothing of the class is imported. Tensors are loaded to the device
-"meta", without their values, which `TorchTensor.read` reads from the file by ranges.
-Source: torch/serialization.py of torch 2.13.
+A pickle is a program that may name any function. torch's unpickler for weights runs it, which calls only functions that build
+tensors and plain containers. Classes that it does not know are replaced by `Inert` ones for the time of the load: their
+objects keep what the pickle gives them, and nothing of the class is imported. Tensors are loaded to the device "meta",
+without their values, which `TorchTensor.read` reads from the file by ranges. Source: torch/serialization.py of torch 2.13.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _loading = threading.Lock()
 
 
 class Inert:
-    """An object of a class that is known by name alone, that of its subclass: its content in the pickle."""
+    """An object of a class known only by name, which is the subclass's name: its content in the pickle."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -67,7 +66,7 @@ class TorchTensor(Shaped):
     offset: int
     """Byte of the file at which its storage begins."""
     first: int = 0
-    """Elements of the storage before the first one."""
+    """Offset of the first element in the storage."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str

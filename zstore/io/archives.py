@@ -53,7 +53,7 @@ def write_packed(
     crcs: list[int] = []
     with contextlib.ExitStack() as opened:
         out = NewFile(res.files, path, opened)
-        out.write(bytes(layout.data_offset))  # of the index, which comes last
+        out.write(bytes(layout.data_offset))  # room for the index, which is written last
         for stored, crc in opened.enter_context(contextlib.closing(in_order(chunks(), in_flight))):
             out.write(stored + struct.pack("<I", crc))
             sizes.append(len(stored) + CRC_BYTES)
@@ -76,7 +76,7 @@ class PackedReader(ShardReader):
         self.check_size()
 
     def check_size(self) -> None:
-        """Check the size, which the index tells, and so the index."""
+        """Check the size, which the index implies, and thereby the index."""
         found = self._file_bytes()
         if found < self.layout.data_offset:
             raise self._wrong_size(found, self.layout.data_offset)

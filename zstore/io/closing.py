@@ -183,14 +183,14 @@ def program_ended() -> bool:
     frame = sys._current_frames().get(main.ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
-    # Python waits for other threads there; until it has waited for those of executors, the main thread says that it is alive.
+    # Python waits for other threads there; until it has waited for executors' threads, the main thread counts as alive.
     return not main.is_alive() or (frame is not None and frame.f_globals.get("__name__") == "threading")
 
 
 class Completions:
     """Background work of the program, whose end waits for all of it, and names on stderr failures that were not reported.
 
-    Then the exit code is 120, Python's own for failures while it ends. A child process that was forked has none of it.
+    Then the exit code is 120, Python's own for failures while it ends. In a forked child process none of this applies.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Completions:
             _at_exit(self._complete)
 
     def begin(self, title: str, wait: Callable[[], object]) -> object:
-        """Note that `title` is running, and that `wait` returns when it ended, well or badly; return its key."""
+        """Register `title` as running; `wait` returns when it has ended, successfully or not. Return its key."""
         key = object()
         _at_exit(self._complete)
         self._join_multiprocessing()
@@ -218,14 +218,14 @@ class Completions:
         return key
 
     def end(self, key: object, error: BaseException | None) -> None:
-        """Note that it ended; `error` is one that has to be reported. Its frames are not kept."""
+        """Record that it has ended; `error` is an error that must be reported. Its frames are not kept."""
         with self._lock:
             title, _ = self._running.pop(key, ("", None))
             if error is not None:
                 self._failed[key] = f"{title} failed: {type(error).__name__}: {error}"
 
     def mark_observed(self, key: object) -> None:
-        """Note that its error was reported; not while the interpreter ends, when no report arrives."""
+        """Record that its error has been reported; not at interpreter shutdown, when no report arrives."""
         if not program_ended():
             with self._lock:
                 self._failed.pop(key, None)
@@ -328,7 +328,7 @@ def wait_until(
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Let a SIGINT that comes during the block take effect at its end; for blocks of milliseconds.
+    """Let a SIGINT received during the block take effect at its end; for blocks of milliseconds.
 
     Python runs handlers in the main thread alone, so in other threads this does nothing.
     """

@@ -67,7 +67,7 @@ def is_url(location: UserPath) -> bool:
 def user_path(path: UserPath) -> Path:
     """Return a path absolute, from the present working folder, with `~` and `~USER` for home folders and without `..`.
 
-    Symbolic links stay, except those before a `..`. Raises UsageError for other things, and if there is no such home folder.
+    Symbolic links stay, except those before a `..`. Raises UsageError for other types, and if the home folder does not exist.
     """
     given: object = path
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
@@ -113,7 +113,7 @@ class Files:
         self.takes_parts = True
         """Whether `ScatteredMemory` are written without a copy; false once a drive required memory in larger units."""
         self.max_dirty_bytes = _MAX_DIRTY_BYTES
-        """Other programs' most bytes in the page cache if a whole file system is to be flushed."""
+        """Most bytes of other programs in the page cache for a whole file system to be flushed."""
         self._refusing: set[int] = set()
         self.fallbacks: list[str] = []
         self._lock = threading.Lock()
@@ -318,14 +318,14 @@ class Files:
 
 
 def make_read_only(path: str | Path) -> None:
-    """Take the right to write from everybody; who may read the file stays as it was made, by the process's umask."""
+    """Remove everyone's write permission; read permissions stay as created, by the process's umask."""
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & 0o222:
         os.chmod(path, mode & ~0o222)
 
 
 def _make_folder(path: str | Path) -> None:
-    # `os.makedirs` looks at every folder above first, which is there for all but the first of many.
+    # `os.makedirs` first checks every parent folder, which exists for all except the first of many.
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -384,7 +384,7 @@ class NewFile:
 
 
 def _resume_at(done: int, count: int, size: int, direct: bool) -> int:
-    """Return the offset to go on from. A direct transfer must resume at an aligned place, so a few bytes are moved again."""
+    """Return the offset to continue from. A direct transfer must resume aligned, so a few bytes are moved again."""
     after = done + count
     if direct and after < size:
         aligned = after // 512 * 512
@@ -393,8 +393,8 @@ def _resume_at(done: int, count: int, size: int, direct: bool) -> int:
 
 
 class Flush:
-    """Makes durable all that is written to the file system of `folder` from now on, once `sync` returns. Close it at the
-    end; `Flush.of` returns None if there is none."""
+    """Makes durable all that is written to the file system of `folder` from now on, once `sync` returns. Close it at the end;
+    `Flush.of` returns None if this is not supported."""
 
     def __init__(self, files: Files, folder: str | Path) -> None:
         self._files = files

@@ -3,7 +3,7 @@
 [Note: control groups]
 `/proc/self/cgroup` names the group that the process is in, `/proc/self/mountinfo` the mounts that show groups and the
 group that each shows: in a container often the process's own, under another name. The limits of a group hold for
-all groups below it. Its use includes the page cache, which the kernel takes back when memory is asked for.
+all groups below it. Its use includes the page cache, which the kernel reclaims when memory is needed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Workers(Closing):
         self._tasks, self._changed, self._threads = deque(), threading.Condition(), []
 
     def run(self, tasks: Iterable[Callable[[], T]], *, here: bool = False) -> list[T]:
-        """Carry out all tasks, each asked for as a thread comes to it, and return their results in order; must not be called
-        from a task. With `here` the caller carries out some of them.
+        """Run all tasks, each taken from the iterable when a thread is free, and return their results in order; must not be
+        called from a task. With `here` the caller runs some of them.
 
         The first error stops those that have not begun, and is raised when the others ended.
         """
@@ -182,7 +182,7 @@ def in_turn(first: Iterable[T], second: Iterable[T]) -> Iterator[T]:
 
 _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 _UNLIMITED_BYTES = 2**60
-"""Version 1 writes the largest number that it knows if there is no limit."""
+"""Version 1 writes its largest number if there is no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ class HostMemory:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The least limit of the groups; None if there is none."""
+        """The lowest limit of the groups; None without a limit."""
         return min((group.limit_bytes for group in self.groups), default=None)
 
     @property
@@ -283,7 +283,7 @@ def _unescaped(text: str) -> str:
 
 
 def _upwards(shown: PurePosixPath, mount: Path, name: PurePosixPath) -> Iterator[Path]:
-    """Yield the folder of group `name` and those above it, as far as the mount of group `shown` has them."""
+    """Yield the folder of group `name` and its parents, as far as the mount of group `shown` has them."""
     inside = name.relative_to(shown) if name.is_relative_to(shown) else PurePosixPath()
     if ".." in inside.parts:
         inside = PurePosixPath()
@@ -295,7 +295,7 @@ _FILES = {
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     "cgroup2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
 }
-"""By file system: where a group's limit and use are, and which lines of `memory.stat` are page cache."""
+"""By file system: the files of a group's limit and use, and the lines of `memory.stat` that are page cache."""
 
 
 def _group(folder: Path, kind: str) -> GroupMemory | None:
@@ -315,7 +315,7 @@ def _number(path: Path) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a system file, or nothing if there is no such file."""
+    """Return the text of a system file, or nothing if it does not exist."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace")
     return ""

@@ -115,7 +115,7 @@ class Rooms:
     def __init__(self, make: Callable[[int], Bytes]) -> None:
         self._make = make
         self._free: defaultdict[tuple[str, int], list[Bytes]] = defaultdict(list)
-        """By what it was for, and size."""
+        """Memory by purpose and size."""
 
     def take(self, nbytes: int, what: str = "") -> Bytes:
         """Return `nbytes` of undefined values, page aligned, that were used for the same thing before."""
@@ -197,7 +197,7 @@ class Pool:
             self._waiting[0].notify()
 
     def try_acquire(self, nbytes: int) -> Buffer | None:
-        """Return a buffer of `nbytes`, or None if it would have to wait."""
+        """Return a buffer of `nbytes`, or None instead of waiting."""
         wanted = self._check(nbytes)
         with self._lock:
             return None if self._waiting else self._take(nbytes, wanted)
@@ -289,7 +289,7 @@ def return_free_memory() -> None:
 
 @cache
 def _c_function(name: str, *arguments: Any) -> Any:
-    """Return a function of the C library; None if it has none."""
+    """Return a function of the C library, if it exists."""
     found = getattr(ctypes.CDLL(None), name, None)
     if found is not None:
         found.argtypes = arguments
@@ -298,7 +298,7 @@ def _c_function(name: str, *arguments: Any) -> Any:
 
 _MAX_PIN_THREADS = 8
 _MIN_PART_BYTES = 32 * HUGE_PAGE_BYTES
-"""Of a slab whose pages one thread makes."""
+"""Bytes of a slab whose pages one thread makes."""
 _MADV_POPULATE_WRITE = 23
 
 
@@ -325,7 +325,7 @@ class PinnedSlabs:
             return slab
         _make_pages(slab)
         try:
-            # Without the lock: other threads have slabs of their own.
+            # Without the lock: other threads have their own slabs.
             code = int(self._runtime.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
         except RuntimeError as error:  # torch's binding raises if CUDA cannot be started
             self._give_up(str(error))
@@ -441,10 +441,10 @@ def as_torch(view: Any) -> torch.Tensor:
 
 
 def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory has its values, contiguous: the tensor itself if that is so, else a copy.
+    """Return a contiguous tensor whose memory has its values: the tensor itself if possible, else a copy.
 
-    torch keeps a negation or conjugation that is not carried out as a bit apart from the memory, which then has other values:
-    `x.conj().imag`. Whatever takes a tensor's memory takes that of this.
+    torch keeps a pending negation or conjugation as a bit apart from the memory, which then has other values:
+    `x.conj().imag`. Code that uses a tensor's memory uses this tensor's.
     """
     return tensor.contiguous().resolve_conj().resolve_neg()
 

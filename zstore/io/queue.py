@@ -72,7 +72,7 @@ class Ticket(Generic[T]):
         return self.future.result()
 
     def mark_observed(self) -> None:
-        """Note that the caller has the result or the error, as `wait` and `await` do."""
+        """Record that the caller has the result or the error, as `wait` and `await` do."""
         if self._observed is not None:
             self._observed()
 
@@ -137,8 +137,8 @@ def wait_all(tickets: list[Ticket[T]]) -> list[T]:
 
 
 def joined(tickets: list[Ticket[T]], change: Callable[[list[T]], U]) -> Ticket[U]:
-    """Return a ticket for `change` of the results of all `tickets`, which is done once they are; its error is that of
-    `wait_all`. An I/O thread calls `change`, so it must be short."""
+    """Return a ticket for `change` of the results of all `tickets`, which is done once they are; its error is the one that
+    `wait_all` raises. An I/O thread calls `change`, so it must be short."""
     own = [*tickets]
     ticket, carry_out = promise(lambda: change(wait_all(own)))
 
@@ -164,7 +164,7 @@ def when_all_done(tickets: Sequence[Ticket[T]], callback: Callable[[], None]) ->
 
 
 def in_order(tickets: Iterator[Ticket[T]], depth: int) -> Generator[T, None, None]:
-    """Yield the results of `tickets`, which are asked for ahead, up to `depth`; nothing is left in flight at the end."""
+    """Yield the results of `tickets`, which are requested ahead, up to `depth`; nothing is left in flight at the end."""
     pending: deque[Ticket[T]] = deque()
     try:
         for ticket in tickets:

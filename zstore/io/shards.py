@@ -1,7 +1,7 @@
 """Whole shard files: written once from a source, and read and verified, in bounded memory.
 
 [Note: who takes buffers]
-A buffer is taken by the thread that submits an operation, and given back by the operation. An I/O thread never waits
+A buffer is taken by the thread that submits an operation, and released by the operation. An I/O thread never waits
 for the pool: all of them could wait for buffers whose operations are later in the queue.
 """
 
@@ -30,7 +30,7 @@ Fill = Callable[[int, int, Bytes], None]
 
 @dataclass(frozen=True)
 class FillRuns:
-    """A fill that is also asked for runs of whole chunks at once: then `out` is [chunks, bytes of a chunk], not contiguous.
+    """A fill that is also called for runs of whole chunks at once: then `out` is [chunks, bytes of a chunk], not contiguous.
 
     A step in Python for each chunk, and a GIL hand-off, cost more than the copy.
     """
@@ -145,8 +145,8 @@ def write_shard(
 ) -> ShardSummary:
     """Make a new shard file from `fill` and return its summary; the data is durable when this returns, if `res.sync`.
 
-    `fill` is called from several threads at once, for disjoint ranges. A file of that name is an error; a failure
-    leaves a partial file behind, for the caller's folder to be swept. Must not be called from an I/O thread.
+    `fill` is called from several threads at once, for disjoint ranges. A file of that name is an error; a failure leaves a
+    partial file, to be removed with the caller's folder. Must not be called from an I/O thread.
     """
     writer = ShardWriter(res, path, spec, grid, shard, priority)
     if writer.is_tiny and not res.sync:
@@ -209,8 +209,8 @@ class ShardWriter:
         return first_chunks > 0 and layout.data_offset + first_chunks * layout.slot_bytes <= self._res.pool.nbytes // 2
 
     def create(self, fill: Fill | FillRuns, *, here: bool = False) -> Ticket[ShardSummary]:
-        """Make the file and begin to write all of it. With `here`, `fill` is called in this thread alone, part by part, before
-        this returns, and what it filled is written in the background; `write_shard` says the rest."""
+        """Create the file and start writing all of it. With `here`, `fill` is called only in this thread, part by part,
+        before this returns, and what it filled is written in the background; `write_shard` says the rest."""
         layout, index = self._layout, self._begins_with_index
         if not self.is_small and self._path is not None:
             make_shard_file(self._res, self._path, layout, index=not index)
@@ -458,7 +458,7 @@ class ShardReader:
 
 
 class ShardRange:
-    """Memory for global flat elements `[first, stop)`, all of one shard, of which `chunks` have parts."""
+    """Memory for global flat elements `[first, stop)`, all of one shard, that are parts of `chunks`."""
 
     def __init__(self, reader: ShardReader, first: int, stop: int, out: Bytes) -> None:
         grid = reader.grid

@@ -1,7 +1,7 @@
 """A checkpoint as Python sees it: named arrays that are read when they are indexed, only the rows that the index needs, and
 weights in any precision.
 
-No engine, no process group, no pickle; torch is imported only when a tensor is asked for.
+No engine, no process group, no pickle; torch is imported only when a tensor is requested.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
     def zarr(self) -> Group:
         """Return the checkpoint as a group of zarr-python, read-only; bfloat16 is `ml_dtypes.bfloat16`.
 
-        Arrays have their stored shape: of more than two extents, the last one and the product of the others.
+        Arrays have their stored shape: if they had more than two extents, the last one and the product of the others.
         """
         if not self.source.record.id:
             raise CheckpointMismatchError(f"{self.location} is {self.source.kind}, which is not Zarr: convert it first")

@@ -3,7 +3,7 @@
 [Note: read ahead]
 A coroutine opens a checkpoint with the same code in a thread. The files that it will most likely read are read before that,
 concurrently through aiofiles, since latency dominates on a network drive. If a file is missing, damaged, too large or of
-another kind, or is replaced by a save meanwhile, the code in the thread reads it again, so that errors are the same.
+another kind, or is replaced by a concurrent save, the code in the thread reads it again, so that errors are the same.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def open_source(
     storage_options: Mapping[str, Any] | None = None,
 ) -> ArraySource:
     """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder; see
-    `split_location`. A URL `FOLDER@TAG` at which there is no checkpoint means `tag` in `FOLDER`.
+    `split_location`. A URL `FOLDER@TAG` without a checkpoint means `tag` in `FOLDER`.
 
-    `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it
+    `storage_options` are options of a URL's fsspec file system. Raises CheckpointNotFoundError, CorruptionError if it
     is damaged, CheckpointMismatchError if it is of a kind or version that is not read, UsageError for a URL that nothing
     opens. The caller closes `resources`.
     """
@@ -59,7 +59,7 @@ def open_source(
     try:
         return open_checkpoint(folder, text, resources=resources)
     except CheckpointNotFoundError:
-        # Only if there is none of ours: a run that moved to zstore may continue in the same folder.
+        # Only without a checkpoint of zstore: a run that moved to zstore may continue in the same folder.
         if folder.is_local and (source := _open_foreign(place, text, resources)) is not None:
             return source
         above, _, name = place.rpartition("@")

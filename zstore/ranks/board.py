@@ -63,7 +63,7 @@ class Board:
         return None if data is None else json.loads(data)
 
     def post_bytes(self, key: str, data: bytes) -> None:
-        """Set a key to bytes, as many as there are; those of more than one value cannot be replaced."""
+        """Set a key to bytes, however many; a key whose bytes span several values cannot be replaced."""
         first, *more = (data[at : at + _VALUE_BYTES] for at in range(0, max(1, len(data)), _VALUE_BYTES))
         with self._lock:
             for number, part in enumerate(more):
@@ -93,7 +93,7 @@ class Board:
 
 
 def store_port() -> int | None:
-    """Return the port of the store by which the ranks found each other, if that is reached over TCP."""
+    """Return the port of the store that the ranks' rendezvous used, if it is reached over TCP."""
     import torch.distributed as torch_dist
 
     store: Any = torch_dist.distributed_c10d._get_default_store()
@@ -127,7 +127,7 @@ class Connections:
         self._known = {ends for ends in mine if ends[2:] + ends[:2] in theirs}
 
     def open_now(self) -> set[Ends]:
-        """Return those to other ranks that are still open: they end with a process."""
+        """Return the connections to other ranks that are still open: they close when a process ends."""
         return {ends for _, ends in _open_connections() if ends in self._known}
 
     def cut(self, *, store: bool = False) -> None:

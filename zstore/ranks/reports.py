@@ -51,11 +51,11 @@ class RankReport:
     entered: int = 0
     """Collectives that it entered."""
     group_entered: int = 0
-    """Collectives begun in the process group of all ranks, if it is in one that is not the engine's."""
+    """Collectives begun in the process group of all ranks, if the rank is in a collective that is not the engine's."""
     cause: str | None = None
     """Its error on one line."""
     details: str = ""
-    """The traceback of the error, or that of the main thread now."""
+    """The traceback of the error, or the main thread's current stack."""
     lost: str | None = None
     """Why it can no longer talk to the others."""
     left: bool = False
@@ -132,7 +132,7 @@ def _late(reports: Mapping[int, RankReport], rank: int) -> dict[int, tuple[str, 
     last = max((report.entered for report in present.values()), default=0)
     late = {other: report for other, report in present.items() if report.entered < last and other != rank}
     return dict.fromkeys(left, ("closed its engine", "its loop ended: do all ranks take the same number of steps?")) | {
-        other: (f"did not come to a collective that others wait in: it is in {report.at}", report.details)
+        other: (f"did not reach a collective that others wait in: it is in {report.at}", report.details)
         for other, report in late.items()
     }
 
@@ -159,7 +159,7 @@ class Presence:
         return number, RankReport(**place)
 
     def look(self) -> str | None:
-        """Post this rank's place when it is time, and look for the neighbour's; return how that was lost, if it was."""
+        """Post this rank's place when it is due, and check the neighbour's; return how the neighbour was lost, if it was."""
         place, now = self._place(), time.monotonic()
         stays, self._last = place == self._last != self._posted, place
         due = now >= self._next_at

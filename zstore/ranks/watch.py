@@ -70,7 +70,7 @@ class WatchState(Enum):
     WATCHING = "watching"
     """The thread is polling and deciding."""
     LEAVING = "leaving"
-    """`close` was called: the thread decides on the alarm, if there is one, and ends."""
+    """`close` was called: the thread decides on any alarm, and ends."""
     LEFT = "left"
     """The thread ended, or could not be started: nothing is left to decide on a report, so it breaks the run."""
     BROKEN = "broken"
@@ -120,7 +120,7 @@ class Watch:
         it `aborts`; otherwise connections are shut down. `timeout_s` is the heartbeat timeout; None disables it."""
         self._rank, self._world_size, self._aborts = rank, world_size, aborts
         self.connections.store_port = store_port()
-        # Learn the connections before any rank can fail on its own.
+        # Learn the connections before any single rank can fail.
         rows = gather([uuid.uuid4().hex, self.connections.listed()])
         self.connections.learn([listed for _, listed in rows], rank)
         self.board = Board.connect(f"watch/{rows[0][0]}")

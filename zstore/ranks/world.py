@@ -8,8 +8,8 @@ raises RankError if its collectives fail.
 
 [Note: groups]
 With groups of k consecutive ranks (a machine's, or those that share one copy of the training state), rank r is member r % k
-of group r // k. `within` is the world of its group, `between` that of the ranks with its place in every group, in the order
-of the groups. A group may have any number of ranks; k is best the number of devices with a fast link.
+of group r // k. `within` is the world of its group, `between` the world of the ranks with its place in every group, in the
+order of the groups. A group may have any number of ranks; k is best the number of devices with a fast link.
 
 Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs alone.
 """
@@ -103,12 +103,12 @@ class World:
     links: LinkCounters = field(default_factory=LinkCounters)
     """Bytes that this rank sent to others and the time waited, by `Kind`. A second world on another group shares them."""
     watch: Watch = field(default_factory=Watch)
-    """Fails all ranks if one fails, once it was begun; worlds of one run share it."""
+    """Fails all ranks if one fails, once it has been started; worlds of one run share it."""
     messages: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """By topic, what this rank sends to all with each `raise_together` to which it passes no error: a few bytes of JSON
-    data; None: nothing."""
+    """What this rank sends to all, by topic, with each `raise_together` that it passes no error to: a few bytes of JSON data;
+    None: nothing."""
     received: dict[str, list[Any]] = field(default_factory=dict)
-    """By topic the messages of all ranks that had one, as they travelled last: the same on all ranks after the same call."""
+    """The last exchanged messages of all ranks that sent one, by topic: the same on all ranks after the same call."""
     near_ranks: int | None = None
     """Of the other ranks, those in this rank's group (see [Note: groups]); None if ranks are in no groups. With groups, bytes
     sent, except for "control", are also counted as `within_group` and `between_groups`."""
@@ -137,7 +137,7 @@ class World:
         )
 
     def second(self) -> World:
-        """Return the same ranks on a process group of their own (a collective); alone, this very world.
+        """Return the same ranks on a separate process group (a collective); on a single rank, this world itself.
 
         Collectives on two groups need no common order, so that one may wait without blocking the other.
         """
@@ -162,7 +162,7 @@ class World:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the whole run, of which this world may have some."""
+        """Number of ranks of the whole run; this world may have only some of them."""
         return self.world_size if self.group is None else torch_dist.get_world_size()
 
     def global_rank(self, rank: int) -> int:
@@ -176,7 +176,7 @@ class World:
             self.watch.begin(self.all_gather_object, self.rank, self.world_size, aborts=aborts, timeout_s=silent_s)
 
     def learn_connections(self) -> None:
-        """Note again the connections to the other ranks, if they are watched: a process group was made (all ranks)."""
+        """Update the connections to the other ranks, if they are watched, after a process group was created (all ranks)."""
         if self.watch.state is not WatchState.UNWATCHED:
             self.watch.connections.learn(self.all_gather_object(self.watch.connections.listed()), self.rank)
 
@@ -427,13 +427,13 @@ def agree_any(world: World, flags: Sequence[bool]) -> list[bool]:
 
 
 def cuda_device(local_rank: int) -> torch.device:
-    """Return the CUDA device of a rank: that of its number on the machine, or the only one that the process sees."""
+    """Return the CUDA device of a rank: the one with its number on the machine, or the only one that the process sees."""
     return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Return the CPU's features by torch's names: `torch.cpu.get_capabilities`, or in torch 2.9, which has none, the part of
-    it that zstore asks for."""
+    """Return the CPU's features by torch's names: `torch.cpu.get_capabilities`, or in torch 2.9, which lacks it, the part of
+    it that zstore needs."""
     if hasattr(torch.cpu, "get_capabilities"):
         return torch.cpu.get_capabilities()
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\nflags")[2].partition("\n")[0].split()
@@ -447,5 +447,5 @@ def _backend(cuda: bool) -> str:
     names = torch_dist.get_backend_config().split(",")
     by_device = {device: name for device, _, name in (each.partition(":") for each in names)}
     found = by_device.get("cuda") if cuda else None
-    # NCCL takes tensors of the device alone; other backends take those of the host.
+    # NCCL accepts only device tensors; other backends accept host tensors.
     return found if found == "nccl" else by_device.get("cpu", torch_dist.get_backend())

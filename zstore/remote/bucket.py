@@ -118,7 +118,7 @@ class UrlFolder(Folder):
         return data
 
     def check_file(self, file: str) -> None:
-        """Do nothing: there are no links behind a URL."""
+        """Do nothing: a URL has no links."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """Read them, many at a time."""
@@ -260,7 +260,7 @@ class BucketFolder(UrlFolder):
             if not is_new or not self.has(file):
                 raise
             if self.read_range(file, 0, len(data) + 1) != data:
-                raise FileExistsError(f"{self.location_of(file)} is there already") from None
+                raise FileExistsError(f"{self.location_of(file)} already exists") from None
 
     def send(self, source: Path, file: str, check: Callable[[], None] = lambda: None) -> int:
         """Copy a local file to `file` in bounded memory and return its bytes; after a failure `file` does not exist. `check` is
@@ -316,7 +316,7 @@ class BucketFolder(UrlFolder):
 def open_bucket(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> BucketFolder:
-    """Return the folder at `url`; `storage_options` are those of the fsspec file system. No request is made. Raises
+    """Return the folder at `url`; `storage_options` are options of the fsspec file system. No request is made. Raises
     UsageError if no file system is known or installed for the URL, or it does not take the options."""
     import fsspec
 

@@ -140,7 +140,7 @@ class ServiceConnection:
         return answer
 
     def call(self, operation: Callable[[], T], what: str, path: str) -> T:
-        """Return what `operation`, made of `request`s, returns, retried if it fails. Messages name `what` it does,
+        """Return the result of `operation`, made of `request`s, retried if it fails. Messages name `what` it does,
         as "read", and the URL `path`. Raises as `Retries.run` does."""
         self.traffic.count(requests=1)
         return self.retries.run(operation, what, path)

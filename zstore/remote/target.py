@@ -4,7 +4,7 @@
     1  <tag>.lock-<id>      written: an upload is running; names its run, its process and the time
     2  the files of <tag>/  except zarr.json at its top and the record; then their sizes are compared with a listing
     3  <tag>/zarr.json
-    4  <tag>/zstore.json    the commit, written on condition that there is none
+    4  <tag>/zstore.json    the commit, written only if none exists
     5  `latest` replaced; checkpoints that retention does not keep removed; the lock removed
 To replace a checkpoint, the new files are written to <tag>.old-<id>/, which counts for the tag if <tag>/ has no record (see
 `scan`); after its record is written, removing the record of <tag>/ is the commit. The next save of that tag writes to <tag>/
@@ -86,7 +86,7 @@ def local_files(reader: CheckpointReader) -> dict[str, int]:
 class BucketTarget:
     """An upload of run `run_id` into the folder of checkpoints `folder`. See [Note: the order of an upload].
 
-    Calls: rank 0's `begin`, once metadata and manifests are there; each rank's `send`, with the `facts` of rank 0; rank 0's
+    Calls: rank 0's `begin`, once metadata and manifests exist; each rank's `send`, with the `facts` of rank 0; rank 0's
     `commit`, or `discard` if anything fails.
     """
 
@@ -163,7 +163,7 @@ class BucketTarget:
             stage.write_small(RECORD_FILE, record.encode(), is_new=True)
         except FileExistsError:
             raise CheckpointExistsError(
-                f"{self.location} was committed by another save meanwhile: save under another tag"
+                f"{self.location} was committed by another save in the meantime: save under another tag"
             ) from None
         if stage.name != self._name:
             self.folder.child(self._name).remove(RECORD_FILE)
@@ -202,7 +202,7 @@ def has_ended(data: bytes | Exception, run_id: str) -> bool:
 
 
 def sweep(folder: BucketFolder, run_id: str) -> list[str]:
-    """Remove the leftovers of uploads that ended, those of run `run_id` among them. Returns a message for each that
+    """Remove the leftovers of uploads that have ended, including those of run `run_id`. Returns a message for each that
     could not be removed."""
     try:
         locks = _locks(folder.entries())

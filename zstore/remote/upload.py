@@ -80,11 +80,11 @@ def upload_checkpoint(
 ) -> tuple[str, list[str]]:
     """Copy a committed checkpoint from a local folder into the folder of checkpoints at `url`, under its tag.
 
-    The URL may be that of a run in a service of zstore. `source` is the checkpoint's folder, or the folder above (then the
-    newest). Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed; `advance` is called
-    with the bytes of each file that has arrived. `memory_bytes` bounds the parts in memory (None: those of `NUM_THREADS`
-    files) by sending fewer files at a time. Raises CheckpointExistsError for a tag that is there (unless `overwrite`),
-    BudgetError if one file's parts exceed it, StorageError if the upload fails; nothing of it is visible then.
+    The URL may be a run's in a service of zstore. `source` is the checkpoint's folder, or the folder above (then the newest).
+    Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed; `advance` is called with the
+    bytes of each file that has arrived. `memory_bytes` bounds the parts in memory (None: those of `NUM_THREADS` files) by
+    sending fewer files at once. Raises CheckpointExistsError for an existing tag (unless `overwrite`), BudgetError if one
+    file's parts exceed it, StorageError if the upload fails; nothing of it is visible then.
     """
     place = UploadPlace(url, storage_options)
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
@@ -112,8 +112,8 @@ def upload_checkpoint(
 def save_to_url(
     request: SaveRequest, place: UploadPlace, board: Board | None = None, *, retries: Retries = PATIENT
 ) -> SaveHandle:
-    """Begin to save to a URL in the background; return the handle. `request.folder` is for this rank's files until they are
-    sent, `board` for the messages between its ranks alone; None: a single rank.
+    """Start saving to a URL in the background; return the handle. `request.folder` is for this rank's files until they
+    are sent, `board` for the messages between its ranks only; None: a single rank.
 
     The save takes over the pins, and releases them even if this raises. Raises UsageError for a bad request or state that is
     not JSON, StorageError for a folder that cannot be written, DiskFullError if it has no room for this rank's files. Whether

@@ -56,7 +56,7 @@ class Cache(Generic[V]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Return the value of a key, made by `make` if there is none; two threads may both make it."""
+        """Return the value of a key, made by `make` if it is missing; two threads may both make it."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -69,7 +69,7 @@ class Cache(Generic[V]):
         return found
 
     def find(self, key: Hashable) -> V | None:
-        """Return the value of a key, None if there is none."""
+        """Return the value of a key, if any."""
         with self._lock:
             return self._values.get(key)
 
@@ -86,7 +86,7 @@ class Library:
         self._short_journals: Cache[RunJournals] = Cache(_NUM_RUNS)
         self._readers: Cache[CheckpointReader] = Cache(_NUM_READERS)
         self.layouts: Cache[Any] = Cache(_NUM_READERS)
-        """Of weights; see `zstore.serve.weights`."""
+        """Cache of weights; see `zstore.serve.weights`."""
         self.overflow_errors: Cache[str] = Cache(_NUM_OVERFLOW_ERRORS)
         """Why values do not fit a type, found during a download: the next one is refused with it."""
         self.file_reads = anyio.CapacityLimiter(_NUM_FILE_READS)
@@ -109,7 +109,7 @@ class Library:
         return self._journals.get(run.folder.location, lambda: RunJournals(run.folder))
 
     def short_journals(self, run: Run) -> RunJournals:
-        """Return the journals of a run with the last step alone, for the list of all."""
+        """Return the journals of a run with only the last step, for the list of all."""
         return self._short_journals.get(run.folder.location, lambda: RunJournals(run.folder, most_steps=0))
 
     def reader(self, info: TagInfo) -> CheckpointReader:

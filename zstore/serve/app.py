@@ -1,4 +1,4 @@
-"""The application: its routes, who may use them, the status of each error; and the server that runs it.
+"""The application: its routes, their permissions, the status of each error; and the server that runs it.
 
 [Note: who may do what]
 One token reads and writes, another only reads; without any, the service listens on this machine alone and only reads. Programs

@@ -56,7 +56,7 @@ class RunCheckpoints:
             return self._refresh().infos
 
     def newest(self) -> tuple[str, TagInfo] | None:
-        """Return path and checkpoint of the newest; None if there is none."""
+        """Return path and checkpoint of the newest; None without a checkpoint."""
         found = self.all()
         return _with_path(found, newest_of(list(found.values()))) if found else None
 
@@ -127,7 +127,7 @@ class RunCheckpoints:
     def _list(self) -> CheckpointList:
         found = self._refresh()
         for path, info in found.infos.items():
-            if self._folder.is_local or path not in found.files:  # links come and go
+            if self._folder.is_local or path not in found.files:  # links are created and removed
                 found.files[path] = stored_files(info.folder)
         tables = [found.files[path] for path in found.infos]
         entries = []
@@ -165,7 +165,7 @@ def _same(one: TagInfo | None, other: TagInfo) -> bool:
 
 
 def _path_of(info: TagInfo, run: Folder) -> str:
-    """Return the path of a checkpoint inside the run's folder; one that is being replaced has its own name still."""
+    """Return the path of a checkpoint inside the run's folder; one that is being replaced still has its own name."""
     own, holder = parse_own_name(info.folder.name), info.folder.parent
     name = own[0] if own else info.folder.name
     return name if holder.location == run.location else f"{holder.name}/{name}"
@@ -188,7 +188,7 @@ def _signature_of(folder: Folder) -> Signature:
     try:
         found = _subfolders(str(folder.path))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(f"{folder} is gone: its folder was removed or renamed") from error
+        raise CheckpointNotFoundError(f"{folder} no longer exists: its folder was removed or renamed") from error
     for name, _, _ in list(found):
         if LOOPS_FOLDER.fullmatch(name):
             with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ def _signature_of(folder: Folder) -> Signature:
 
 
 def _subfolders(path: str | os.PathLike[str]) -> list[tuple[str, int, int]]:
-    """Return name, inode and time of the folders in a folder, by name; those that are removed meanwhile are left out."""
+    """Return name, inode and time of the folders in a folder, by name; folders removed during the call are left out."""
     found = []
     with os.scandir(path) as entries:
         for entry in entries:

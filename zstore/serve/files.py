@@ -98,7 +98,7 @@ def _without_slash(run: NamedRun, request: Request) -> Response:
 @router.get("/zarr/{run}/{path:path}", response_class=Response, responses={206: {}, 304: {}, 307: {}, 416: {}})
 @router.head("/zarr/{run}/{path:path}", include_in_schema=False)
 async def _file(run: NamedRun, path: str, request: Request, library: Shared, recursive: bool = False) -> Response:
-    """A file as it is, or with `/` at its end the content of a folder."""
+    """A file unchanged, or with a trailing `/` the content of a folder."""
     parts = tuple(request.scope["raw_path"].decode("ascii", "replace").partition("/zarr/")[2].split("/")[1:])
     if parts[-1] == "":
         return await run_in_threadpool(_listing, library, run, parts, request, recursive)
@@ -110,7 +110,7 @@ async def _file(run: NamedRun, path: str, request: Request, library: Shared, rec
 
 
 def _with_slash(request: Request) -> Response:
-    """Lead to the folder's URL, relative to that of the request."""
+    """Redirect to the folder's URL, relative to the request's."""
     name = request.scope["raw_path"].rpartition(b"/")[2].decode("ascii", "replace")
     return RedirectResponse(f"./{name}/")
 
@@ -126,7 +126,7 @@ class Part:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that go with the status, in addition to those of the representation."""
+        """The headers for the status, in addition to the representation's."""
         if self.status == 206:
             return {
                 "Content-Range": f"bytes {self.start}-{self.stop - 1}/{self.size}",
@@ -222,7 +222,7 @@ def _listing(library: Library, run: Run, parts: tuple[str, ...], request: Reques
 
 
 def resolve(library: Library, run: Run, parts: tuple[str, ...], use: Callable[[Library, Place], T]) -> T:
-    """Return the result of `use` for the place that parts of a URL name. Raises CheckpointNotFoundError if there is none."""
+    """Return the result of `use` for the place that parts of a URL name. Raises CheckpointNotFoundError if it is missing."""
     missing: Exception | None = None
     for candidate in dict.fromkeys([tuple(map(unquote, parts)), parts]):
         try:

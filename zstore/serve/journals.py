@@ -32,7 +32,7 @@ _BLOCK_BYTES = 16 * 1024 * 1024
 _TAIL_BYTES = 16 * 1024
 _MAX_SESSIONS, _MAX_SAVES, _MAX_EVENTS = 20, 200, 100
 _MAX_NAMES = 64
-"""Of numbers that are not finite in a line."""
+"""Key of the non-finite numbers in a line."""
 _MIN_HEARTBEAT_S, _HEARTBEAT_STEPS = 60.0, 10
 _MAX_START_DELAY_S = 5.0
 """How much later than a journal's first line its process may seem to have begun."""
@@ -114,7 +114,7 @@ class RunJournals:
     def _read(self) -> Iterator[None]:
         """Read the new whole lines; the caller then has the lock."""
         with self._lock:
-            with contextlib.suppress(OSError, ZstoreError):  # removed meanwhile
+            with contextlib.suppress(OSError, ZstoreError):  # removed in the meantime
                 sizes = {name: self._folder.size(name) for name in journals(self._folder)}
                 if any(sizes.get(name, 0) < done for name, done in self._done.items()):  # another file has the name
                     self._epoch += 1

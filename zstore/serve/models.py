@@ -50,7 +50,7 @@ class RunSummary(Answer):
     name: str
     location: str
     state: State
-    """By the journal; unknown if there is none. killed: its process on this machine ended without an entry; lost: no
+    """From the journal; unknown without one. killed: its process on this machine ended without an entry; lost: no
     entry arrived from another machine for long, and no end."""
     error: str | None = None
     """The error of a run that failed."""
@@ -167,7 +167,7 @@ class CheckpointEntry(Answer):
     size_bytes: int
     """All its files."""
     shared_bytes: int
-    """Of those, the files that other checkpoints of the run have too."""
+    """Of these, the files that other checkpoints of the run also have."""
     freed_bytes: int
     """Bytes that removing it alone would free."""
     num_files: int

@@ -176,7 +176,7 @@ async def _receive(upload: Upload, path: str, request: Request, offset: int, len
 
             async def write() -> None:
                 if upload.senders.get(path) is not sender:
-                    raise CheckpointError(f"another connection sends {path}, or the upload was given up")
+                    raise CheckpointError(f"another connection sends {path}, or the upload was abandoned")
                 await file.write(bytes(waiting))
                 waiting.clear()
 

@@ -1,9 +1,9 @@
 """The settings of a service, the runs in its roots, and their names.
 
 [Note: names of runs]
-A root that has checkpoints or a journal itself is one run, called as the root is; the folders in any other root that have
-some are a run each, called as their folder is. Of two with one name the second is called `<root>.<name>`, and so on. A name
-is one segment of a URL, percent-encoded there. A link in a root that leads out of it is not a run.
+A root that has checkpoints or a journal itself is one run, named after the root; the folders in any other root that have some
+are a run each, named after their folder. Of two with the same name the second is called `<root>.<name>`, and so on. A name is
+one segment of a URL, percent-encoded there. A link in a root that leads out of it is not a run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Root:
 
     location: str
     name: str
-    """The name of its run, if it is a run's own folder."""
+    """The name of its run, if it is itself a run's folder."""
 
     @classmethod
     def parse(cls, text: str) -> Root:
@@ -68,7 +68,7 @@ class Settings:
     port: int = DEFAULT_PORT
     """0: any free one."""
     token: str | None = field(default=None, repr=False)
-    """Allows reading and uploads. None: there are no uploads."""
+    """Allows reading and uploads. None: no uploads."""
     read_token: str | None = field(default=None, repr=False)
     """Allows reading."""
     files: Files = field(default_factory=Files, repr=False)

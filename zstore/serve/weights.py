@@ -2,10 +2,10 @@
 
 [Note: bytes that are made on the way]
 Length, tag and every byte of a file follow from the record of the checkpoint and from the query of the URL, so ranges and
-resumed downloads are of one and the same file. It is the one that `zstore consolidate` writes. A value that cannot be
-read, fails its checksum or does not fit its type ends the connection before all bytes were sent: a client sees that the
-download is incomplete, and never a wrong byte. `latest` may be another checkpoint at the next request: there a range is given
-only with the tag of the file that the client has begun (`If-Range`), otherwise the whole file.
+resumed downloads are of one and the same file. It is the file that `zstore consolidate` writes. A value that cannot be read,
+fails its checksum or does not fit its type ends the connection before all bytes were sent: a client sees that the download is
+incomplete, and never a wrong byte. `latest` may be another checkpoint at the next request: there a range is sent only with
+the tag of the file that the client has begun (`If-Range`), otherwise the whole file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ router = APIRouter(tags=["weights"])
 
 
 class WeightsQuery(BaseModel):
-    """The options for weights in a URL's query; as `zstore consolidate` has them."""
+    """The options for weights in a URL's query; as in `zstore consolidate`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,7 +62,7 @@ class WeightsQuery(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """A file that is made of a checkpoint."""
+    """A file generated from a checkpoint."""
 
     name: str
     size: int
@@ -74,7 +74,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint that weights are made of."""
+    """A checkpoint that weights are generated from."""
 
     library: Library
     run: Run
@@ -116,7 +116,7 @@ class _Source:
         return {name: folder for folder in (self.info.folder.parent, self.info.folder) for name in companions(folder)}
 
     def companion(self, name: str) -> Representation:
-        """Return a config or tokenizer file, opened. Raises CheckpointNotFoundError if there is none."""
+        """Return a config or tokenizer file, opened. Raises CheckpointNotFoundError if it does not exist."""
         folder = self.companions().get(name)
         if folder is None:
             some = ", ".join(file.name for file in self.files())

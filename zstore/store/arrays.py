@@ -69,7 +69,7 @@ class ArraysByName(dict[str, StoreArray]):
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[str, str] = {}
-        """By folder in a checkpoint."""
+        """Arrays by folder in a checkpoint."""
         self._groups: set[str] = set()
         """Folders that are or were groups."""
 
@@ -249,12 +249,12 @@ class ArrayOrder:
             return list({*self._pending, *self._failed})
 
     def wait(self, names: Iterable[str]) -> None:
-        """Wait for all operations on `names`, but for those on the arrays of the operation that this thread carries out; errors
-        stay with their tickets."""
+        """Wait for all operations on `names`, except on the arrays of the operation that this thread runs; errors stay with
+        their tickets."""
         own = getattr(self._current, "names", None) or ()
         with self._lock:
             others = [name for name in names if name not in own]
-            # They stay pending: operations that are queued meanwhile wait for them too.
+            # They stay pending: operations queued in the meantime wait for them too.
             pending = [each for name in others if (each := self._pending.get(name)) is not None]
         for _, ticket in pending:
             ticket.error()

@@ -8,7 +8,7 @@ Where one rank keeps the files of its disk tier, owned by one process at a time.
     <nvme_path>/zstore-run/rank-00000-2/        the same for a second store of that process, if stores may share
 
 The lock ends with the process, so a killed run leaves none. Its files are not needed (an update may have been interrupted),
-and the next owner removes them: checkpoints have links of their own.
+and the next owner removes them: checkpoints have separate links.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class StoreOptions:
     other_paths: tuple[Path, ...] = ()
     """Folders on further drives: shards are spread over all of them, the next one to the drive with the fewest bytes."""
     group_paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    """By first part of an array's name, as "parameter": folders that its shards are spread over instead."""
+    """Folders that shards are spread over instead, by the first part of an array's name, as "parameter"."""
     shares_folders: bool = False
-    """Another store of this process may use the same folders: each has files of its own there. Else that is an error."""
+    """Another store of this process may use the same folders, each with separate files. Otherwise that is an error."""
     reserves: bool = True
-    """An array on disk has its room from the start; else its first values take it, in fewer requests to the drive."""
+    """Disk space of an array is reserved at creation; else by writing its first values, in fewer requests to the drive."""
     host_budget_bytes: int | None = None
     """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 128 MiB, state unlimited."""
     max_pool_bytes: int = DEFAULT_POOL_BYTES
@@ -212,7 +212,7 @@ class RunFolder:
     def _sweep_siblings(self) -> None:
         """Remove the folders that further stores of a killed process left."""
         for path in self.path.parent.glob(f"{self.path.name}-*"):
-            with suppress(OSError):  # as of a live store that has it locked
+            with suppress(OSError):  # such as a live store's, which is locked
                 fd = os.open(path / _OWNER, os.O_RDWR)
                 try:
                     if fcntl is not None:

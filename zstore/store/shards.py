@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 ModeName = Literal["read", "update", "fill"]
 SMALL_SHARD_BYTES = 64 * 1024
-"""Smaller shards are kept in host memory even if the disk was asked for: a request to the disk would cost more."""
+"""Smaller shards are kept in host memory even if the disk was requested: a request to the disk would cost more."""
 
 
 class Shards:
@@ -49,14 +49,14 @@ class Shards:
         """What was put or created last under each name: a `put` may be pending."""
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
-        """By array; like `_shards` without pending operations."""
+        """Tiers by array; like `_shards` without pending operations."""
         self.arrangement = 0
         """Grows whenever an array is created, renamed, moved or removed: memory that `memory` gave may be another's then."""
         self._planned: dict[Any, Sequence[Batch]] = {}
         """Plans of former passes over whole arrays; cleared when arrays are created, removed or moved."""
         self._counters = StreamCounters()
         self.links = LinkCounters()
-        """For callers that move the store's contents over a link of their own, as to a device."""
+        """For callers that move the store's contents over their own link, as to a device."""
         with contextlib.ExitStack() as parts:
             self._folders = RunFolders(options.all_paths, rank, files, shares=options.shares_folders)
             parts.callback(self._folders.close)
@@ -74,15 +74,15 @@ class Shards:
                 files=files, queue=queue, pool=self._pools[0], block_bytes=options.span_bytes, verify=options.verify
             )
             self._homes = self._make_tiers()
-            """By the name of a tier that an array is asked for on; those with a folder alone have a disk tier."""
+            """Tiers by the name that an array is requested on; only stores with a folder have a disk tier."""
             for tier in set(self._homes.values()):
                 parts.callback(tier.close)
             parts.callback(queue.close)
             self.order = ArrayOrder()
-            """Of operations on arrays."""
+            """Counters of operations on arrays."""
             parts.callback(self.order.close)
             self._parts = parts.pop_all()
-            """What ends with the store, the last one first."""
+            """Resources closed with the store, the last one first."""
 
     def _make_tiers(self) -> dict[TierName, Tier]:
         options = self.options
@@ -102,8 +102,8 @@ class Shards:
         self, spec: ArraySpec, *, grid: Grid, shard: int, tier: TierName, memory: torch.Tensor | None = None
     ) -> None:
         """Register this rank's shard number `shard` of `grid`, all zeros. `memory` (device tier only) has the shard instead:
-        1-D, contiguous, the unpadded elements; it stays the caller's, who sees every change. A shard under 64 KiB asked for on
-        disk is kept in host memory."""
+        1-D, contiguous, the unpadded elements; it stays the caller's and shows every change. A shard under 64 KiB requested
+        on disk is kept in host memory."""
         array = StoreArray(spec, grid, shard)
         self._register(array)
         try:
@@ -127,7 +127,7 @@ class Shards:
         self._tiers[local.spec.name], self._shards[local.spec.name] = chosen, local
 
     def rename(self, name: str, spec: ArraySpec, *, tier: TierName) -> bool:
-        """Let an array become that of `spec` and keep its values; false if its shape or data type differs, or `create`
+        """Rename an array to `spec`, keeping its values; false if its shape or data type differs, or `create`
         would put it elsewhere. Raises UsageError while it is pinned, or a pass changes it."""
         former = self.local(name)
         array = StoreArray(spec, former.grid, former.shard)
@@ -169,8 +169,8 @@ class Shards:
         del self._shards[moving.spec.name], self._tiers[moving.spec.name]
 
     def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
-        """Keep an array on the device tier in other memory of the caller's, as `create` takes it, which holds its values;
-        None: in none, and it may not be used until it has memory again. Raises UsageError as `rename` does."""
+        """Keep an array on the device tier in other memory of the caller's, as for `create`, which holds its values; None:
+        without memory, and unusable until it has memory again. Raises UsageError as `rename` does."""
         tier = self._at_rest(name)
         if not isinstance(tier, DeviceTier):
             raise UsageError(f"array {name!r} is on tier {tier.name!r}, which makes its own memory")
@@ -257,12 +257,12 @@ class Shards:
     ) -> Generator[Tile, None, None]:
         """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.store.stream`.
 
-        The arrays of a group share one layout, or have a bit for each element of the first, or a value for each block of
-        them (`Grid.packed`). "update": change the views in place, they go back when the next tile is asked for. "fill": set
-        every element; nothing is read. "read": changes are lost. `modes` has other modes for single arrays. Buffers come from
-        `pool` (of `make_pool`), for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.
-        `admit(group, wait)` is asked before a group is begun; if it says no after waiting, the group is left out. New versions
-        become the present ones when the pass is done, or, with `on_end`, each group's before that is called. Exhaust the pass
+        The arrays of a group share one layout, or have a bit for each element of the first, or a value for each block of them
+        (`Grid.packed`). "update": change the views in place, they are written back when the next tile is requested. "fill":
+        set every element; nothing is read. "read": changes are lost. `modes` has other modes for single arrays. Buffers come
+        from `pool` (of `make_pool`), for a pass that must not wait for others'; `ahead` marks reads that nothing waits for
+        yet. `admit(group, wait)` is called before a group is begun; if it is false after waiting, the group is skipped. New
+        versions become current when the pass is done, or, with `on_end`, each group's before that is called. Exhaust the pass
         or close it.
         """
         what = self._pass(groups, mode, modes)
@@ -272,8 +272,8 @@ class Shards:
     def read_ahead(
         self, groups: Sequence[Sequence[str]], mode: ModeName = "update", *, modes: Mapping[str, ModeName] | None = None
     ) -> Stream:
-        """Return a pass as `tiles` has, and begin to read its first spans: then call `Stream.go_on`, or `Stream.drop`. Until
-        then nothing is changed, and buffers are taken, up to three quarters of the pool."""
+        """Return a pass like `tiles`, and start reading its first spans: then call `Stream.go_on`, or `Stream.drop`.
+        Until then nothing is changed, and buffers are taken, up to three quarters of the pool."""
         begun = self._stream(self._pass(groups, mode, modes))
         begun.read_ahead()
         return begun
@@ -297,7 +297,7 @@ class Shards:
 
     def memory(self, name: str) -> Any:
         """Return the memory of a shard on the host or the device tier, 1-D, without padding, until it is moved or removed.
-        Write to it within `changing` only, unless no other code has it."""
+        Write to it only within `changing`, unless no other code uses it."""
         return self._memory_tier(name).view(name, 0, self.local(name).valid_numel)
 
     def _memory_tier(self, name: str) -> MemoryTier:
@@ -316,7 +316,7 @@ class Shards:
             by_tier: dict[Any, list[str]] = {}
             for name in names:
                 by_tier.setdefault(self._tiers.get(name), []).append(name)
-            for some in by_tier.values():  # a tier's names have one answer
+            for some in by_tier.values():  # all names of a tier have the same answer
                 last_to_first.enter_context(self._memory_tier(some[0]).changing(some))
             yield
 
@@ -358,7 +358,7 @@ class Shards:
 
         def run() -> T:
             if not self._has(array):
-                raise UsageError(f"array {array.spec.name!r} is not what was put last, for that failed: put it again")
+                raise UsageError(f"array {array.spec.name!r} lacks the value put last, which failed: put it again")
             return operation()
 
         return self.order.submit(array.spec.name, run, changes=changes)
@@ -375,7 +375,7 @@ class Shards:
             copy_into(view, source[part])
 
     def _read(self, name: str, first: int, stop: int, out: Array | None) -> Array:
-        """Return elements `[first, stop)`, in `out` if it is given, for an operation on the array."""
+        """Return elements `[first, stop)`, in `out` if given, for an operation on the array."""
         local = self.local(name)
         dtype, numel = numpy_dtype(local.spec.dtype), local.grid.chunk_numel
         target = make_slab((stop - first) * dtype.itemsize, zeroed=False).view(dtype) if out is None else out
@@ -410,7 +410,7 @@ class Shards:
         return pool
 
     def drop_pool(self, pool: Pool) -> None:
-        """Count the memory of a pool of `make_pool`, of which nothing is lent out, as free."""
+        """Count the memory of a pool of `make_pool`, with no buffer in use, as free."""
         self._pools.remove(pool)
         self.budget.release(pool.nbytes)
 
@@ -420,8 +420,8 @@ class Shards:
             raise UsageError(self._closed)
 
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
-        """Pin the present version of `names` (all arrays by default) without moving a byte, once all pending operations on them
-        are done. Raises, once, the error of a write that failed and that no later write of its array made good."""
+        """Pin the current version of `names` (all arrays by default) without copying, once all pending operations on them are
+        done. Raises, once, the error of a failed write that no later write of its array replaced."""
         self._check_open()
         chosen = list(self._shards) if names is None else list(names)
         self.order.wait(chosen)

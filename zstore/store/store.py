@@ -3,8 +3,8 @@
 [Note: two ways to an array]
 User code works with whole values: `put`, `get` and so on run in the background and return a ticket to await or wait for, so
 one set of methods serves programs with and without asyncio, tasks and threads, and no call blocks an event loop. The engine
-has this rank's shards, in passes in its own threads: `Shards`, the base. Operations on one array run in the order of the calls,
-those on several concurrently; a pass waits for those of its arrays.
+has this rank's shards, in passes in its own threads: `Shards`, the base. Operations on one array run in the order of the
+calls, on several concurrently; a pass waits for its arrays' operations.
 
 [Note: who waits for whom]
 A checkpoint captures the values at the time of the call: its pins are queued among the operations on each array. An
@@ -88,7 +88,7 @@ class Store(Shards, AsyncClosing):
 
     @cached_property
     def _workers(self) -> Workers:
-        """For tasks that wait for operations on arrays; made when first needed: an engine has none."""
+        """For tasks that wait for operations on arrays; created when first needed: an engine has none."""
         self._check_open()
         return self._parts.enter_context(Workers(2, "zstore-passes"))
 
@@ -156,8 +156,8 @@ class Store(Shards, AsyncClosing):
     def get(self, name: str, *, rows: slice | None = None, out: Value | None = None) -> Ticket[Any]:
         """Read an array, or `rows` of its first extent (a slice without a step), in the kind of value that was put.
 
-        Into `out`, if it is given: of the rows' shape and the array's data type, contiguous, in host memory; else into new
-        memory, which is the caller's. Raises KeyError for an unknown name, UsageError for anything but a row slice.
+        Into `out`, if given: of the rows' shape and the array's data type, contiguous, in host memory; else into new memory,
+        owned by the caller. Raises KeyError for an unknown name, UsageError for anything but a row slice.
         """
         with self._lock:
             array = self._whole(name)
@@ -171,10 +171,10 @@ class Store(Shards, AsyncClosing):
             return self._queue(array, read, changes=False)
 
     def update(self, name: str, value: Value, *, rows: slice | None = None) -> Ticket[None]:
-        """Replace an array's values, or those of `rows` of its first extent, by `value`, of their shape and data type.
+        """Replace an array's values, or those of `rows` of its first extent, with `value`, of their shape and data type.
 
-        `value` must not be changed until the ticket is done. Raises UsageError if it does not fit, KeyError for a name that
-        is not there.
+        `value` must not be changed until the ticket is done. Raises UsageError if it does not fit, KeyError for an unknown
+        name.
         """
         with self._lock:
             array = self._whole(name)
@@ -195,7 +195,7 @@ class Store(Shards, AsyncClosing):
     def delete(self, name: str) -> Ticket[None]:
         """Remove an array and free its space, once checkpoints of it that are being written are done.
 
-        Raises KeyError for a name that is not there.
+        Raises KeyError for an unknown name.
         """
         with self._lock:
             self._array(name)
@@ -214,7 +214,7 @@ class Store(Shards, AsyncClosing):
 
         `prefetch` arrays are read ahead, within the budget. With "update" a value is changed in place and stored in the
         background, also when the loop is left; with "read" changes are lost. A value is valid until the next one.
-        Raises KeyError for a name that is not there, BudgetError if the budget has no room for the largest array.
+        Raises KeyError for an unknown name, BudgetError if the budget has no room for the largest array.
         """
         with self._lock:
             self._check_open()
@@ -229,7 +229,7 @@ class Store(Shards, AsyncClosing):
             return list(self._arrays)
 
     def spec(self, name: str) -> ArraySpec:
-        """Return name, shape and data type of an array. Raises KeyError for a name that is not there."""
+        """Return name, shape and data type of an array. Raises KeyError for an unknown name."""
         with self._lock:
             return self._array(name).spec
 
@@ -288,7 +288,7 @@ class Store(Shards, AsyncClosing):
         numpy's numbers and paths, `step` a number that identifies it.
         With `keep`, only that many of this store's checkpoints are retained in the folder.
 
-        Raises KeyError for a name that is not there, UsageError for `extra` that is not JSON; the ticket
+        Raises KeyError for an unknown name, UsageError for `extra` that is not JSON; the ticket
         CheckpointExistsError unless `overwrite`, StorageError, DiskFullError.
         """
         place = user_path(path)
@@ -355,8 +355,8 @@ class Store(Shards, AsyncClosing):
         names: Iterable[str] | None = None,
         tier: TierName | None = None,
     ) -> Ticket[dict[str, Any]]:
-        """Put the arrays of a checkpoint, all of them by default, in place of those of the same names; the ticket gives its
-        `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
+        """Put the arrays of a checkpoint, all of them by default, in place of arrays of the same names; the ticket returns
+        its `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
 
         Files on the same drive with the same layout as in this store are linked, whatever number of ranks saved them.
         """
@@ -388,7 +388,7 @@ class Store(Shards, AsyncClosing):
         return StoreArray.whole(spec_of(stored.name, stored.shape, stored.dtype, dims), "torch" in sys.modules)
 
     def _fill_from(self, source: ArraySource, array: StoreArray) -> None:
-        """Replace all values by those of a checkpoint: link its file, if the array on disk has the same layout, else read."""
+        """Replace all values with a checkpoint's: link its file, if the array on disk has the same layout, else read."""
         name, stored = array.spec.name, source.array(array.spec.name)
         if self.tier(name).name == "disk" and (stored.grid, stored.spec.dtype) == (array.grid, array.spec.dtype):
             path, crcs = source.file_of(name, 0), source.shard_crcs(name, 0)

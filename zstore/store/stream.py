@@ -4,10 +4,10 @@
 Phases of a span, for all arrays of a group together:
 1. one buffer for the whole span is taken from the pool, together or not at all;
 2. the loads are queued; later spans are loaded while earlier ones are used;
-3. the consumer gets one `Tile` a chunk and changes its views in place;
-4. the saves are queued; the last of them gives the buffer back.
+3. the consumer receives one `Tile` a chunk and changes its views in place;
+4. the saves are queued; the last of them releases the buffer.
 A stream waits for the pool only while it has no loaded span, so it cannot wait for itself, and it never takes the
-last quarter of the pool ahead of use. New versions become the present ones at the end, when every save is done; with `on_end`
+last quarter of the pool ahead of use. New versions become current at the end, when every save is done; with `on_end`
 each group's does as soon as that group's saves are done.
 
 The first spans may be loaded before it is known whether the pass takes place (`Stream.read_ahead`): this begins no
@@ -44,7 +44,7 @@ class Pass:
     """The arrays of a stream, and their modes."""
 
     groups: Sequence[Sequence[str]]
-    """Arrays that are loaded together; those of a group share one layout, or have a bit for each element of it
+    """Arrays that are loaded together; arrays of a group share one layout, or have a bit for each element of it
     or a value for each block (`Grid.packed`). The first has one value an element: tiles count in its elements."""
     mode: Mode
     pool: Pool
@@ -54,11 +54,11 @@ class Pass:
     chunks: tuple[int, int] | None = None
     """Limits a reading pass to chunks `[first, stop)` of each shard."""
     priority: Priority = Priority.READ
-    """Of the loads."""
+    """Tickets of the loads."""
     admit: Admit | None = None
     """Asked before a group is begun, with its number and whether to wait; false: not yet, after a wait: leave it out."""
     on_end: Callable[[int], None] | None = None
-    """Called with the number of each group whose new version is the present one, in the consumer's thread."""
+    """Called with the number of each group whose new version is current, in the consumer's thread."""
 
     def mode_of(self, name: str) -> Mode:
         """Return the mode of an array."""
@@ -99,11 +99,11 @@ class _Loaded:
         """Loads that were begun."""
         self._pieces, self.nbytes = self._lay_out()
         self._on_disk: dict[str, Iterator[View]] = {}
-        """Views of data from a disk, by array: of the version that was read, whichever is the present one by then."""
+        """Views of data from a disk, by array: of the version that was read, even if it is no longer current."""
 
     def _lay_out(self) -> tuple[list[Piece], int]:
-        """Return the places of the arrays in the buffer, group by group, and its bytes: shards that share a file are laid
-        out as they are there."""
+        """Return the places of the arrays in the buffer, group by group, and its bytes: shards that share a file are laid out
+        as in the file."""
         spans = [(name, plan.span) for plan in self.batch for name in self._pass.groups[plan.group]]
         first, total = [0] * len(spans), 0
         sizes = [self._tiers[name].span_bytes(name, span.num_chunks) for name, span in spans]
@@ -120,7 +120,7 @@ class _Loaded:
         return _NO_BYTES if self.buffer is None else self.buffer.bytes
 
     def load(self, buffer: Buffer | None) -> None:
-        """Begin to load the arrays into `buffer`. After an error nothing is read into it any more."""
+        """Start loading the arrays into `buffer`. After an error nothing more is read into it."""
         self.buffer = buffer
         try:
             for tier, moved in self._moved(without=Mode.FILL):
@@ -134,7 +134,7 @@ class _Loaded:
             raise
 
     def tiles(self) -> Iterator[Tile]:
-        """Yield the tiles, once the loads are done: the consumer changes one before it asks for the next, or for the end."""
+        """Yield the tiles, once the loads are done: the consumer changes one before it requests the next, or the end."""
         pieces = iter(self._pieces)
         for plan in self.batch:
             names = self._pass.groups[plan.group]
@@ -157,7 +157,7 @@ class _Loaded:
             yield Tile(plan.group, first, stop, tuple(views), ends)
 
     def save(self, saves: list[Ticket[None]]) -> None:
-        """Begin to save the changes; each save is added to `saves` as it begins."""
+        """Start saving the changes; each save is added to `saves` as it starts."""
         for tier, changed in self._moved(without=Mode.READ):
             tier.save(changed, self._memory, saves)
 
@@ -178,7 +178,7 @@ def _tile_in_memory(plan: SpanPlan, tiers: Mapping[str, MemoryTier], shards: Map
 
 
 class Stream:
-    """Drives one pass over `batches`, by default those of `plan_batches`; `tiers` and `shards` say where each array is."""
+    """Drives one pass over `batches`, by default from `plan_batches`; `tiers` and `shards` say where each array is."""
 
     def __init__(
         self,
@@ -210,14 +210,14 @@ class Stream:
         self._begun: dict[str, Tier] = {}
         """Arrays whose pass was begun and not ended."""
         self._saves: deque[Ticket[None]] = deque()
-        """Of the present group."""
+        """Number of the current group."""
         self._ending: deque[tuple[int, deque[Ticket[None]]]] = deque()
         """Groups whose last span is being saved, and their saves."""
         self._ahead: dict[str, int] = {}
         """Versions of the arrays that were read ahead."""
 
     def read_ahead(self) -> None:
-        """Queue the loads of the first spans, as far as memory is free; `go_on` or `drop` comes next.
+        """Queue the loads of the first spans, as far as memory is free; call `go_on` or `drop` next.
 
         Raises UsageError while another pass changes one of their shards in place.
         """
@@ -234,7 +234,7 @@ class Stream:
             raise
 
     def go_on(self, admit: Admit | None = None, on_end: Callable[[int], None] | None = None) -> bool:
-        """Return whether the spans read ahead are still current, and `tiles` may go on with them; else they are dropped.
+        """Return whether the spans read ahead are still current, and `tiles` may continue with them; else they are dropped.
 
         `admit` and `on_end` as in `Pass`.
         """
@@ -321,7 +321,7 @@ class Stream:
                 return
 
     def _leave_out(self, groups: set[int]) -> None:
-        """Leave out groups, of which nothing was begun."""
+        """Skip groups that have not been started."""
         while self._plans and any(plan.group in groups for plan in self._plans[0]):
             left = tuple(plan for plan in self._plans.popleft() if plan.group not in groups)
             if left:
@@ -329,7 +329,7 @@ class Stream:
                 return
 
     def _load_next(self, *, wait: bool) -> bool:
-        """Queue the loads of the next batch; false if there is no memory for it."""
+        """Queue the loads of the next batch; false without memory for it."""
         batch = _Loaded(self._plans[0], self._pass, tiers=self._tiers, shards=self._shards)
         buffer = self._take(batch.nbytes, wait=wait)
         if buffer is None and batch.nbytes:

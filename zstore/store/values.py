@@ -68,7 +68,7 @@ class Values:
         self._ahead: list[tuple[str, Buffer, Ticket[Any]]] = []
         self._writes = Unreported()
         self._current: tuple[str, Buffer, Any] | None = None
-        """The loop's array at hand."""
+        """The loop's current array."""
         self._closed = False
         self._lock = threading.Lock()
         """Guards advancing: a task that was cancelled may have left its advance running."""
@@ -85,7 +85,7 @@ class Values:
         return _AsyncPass(self)
 
     async def _anext(self) -> tuple[str, Any]:
-        self._retire()  # at once: the loop's next requests come after it
+        self._retire()  # at once: the loop's next requests follow it
         if not await self._submit(self._advance):
             await self._submit(self.close)
             raise StopAsyncIteration
@@ -136,7 +136,7 @@ class Values:
             self._writes.add(self._write(name, value)).when_done(buffer.release)
 
     def _make_pool(self) -> Pool:
-        """Return memory for the arrays at hand, read ahead, and being stored, within the budget."""
+        """Return memory for the arrays in use, read ahead, and being stored, within the budget."""
         sizes = sorted((round_up(max(1, array.spec.nbytes), PAGE_BYTES) for array in self._next_arrays), reverse=True)
         wanted, free = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
         return self._shards.make_pool(
@@ -144,7 +144,7 @@ class Values:
         )
 
     def close(self) -> None:
-        """End the pass: store the value at hand, and wait for pending operations; a second call does nothing.
+        """End the pass: store the current value, and wait for pending operations; a second call does nothing.
 
         Raises the error of a change that failed; so does `flush`, as a loop that was left does not see this one.
         """

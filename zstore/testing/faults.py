@@ -87,7 +87,7 @@ class FaultyFiles(WatchedFiles):
     operations suffer the `faults` that match them.
 
     With `fail_at` None only faults act, and `operations` names all operations, in order. `only` limits that count to
-    some kinds. It starts with `open` left out, for a file is opened before anything else is done to it.
+    some kinds. It starts with `open` left out, since a file is opened before anything else is done to it.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class CallingFiles(Files):
 class GatedFiles(WatchedFiles):
     """Files whose operations of the kinds in `held` wait until the test lets them go, in the order it likes.
 
-    This is latency without sleeping: `arrived(n)` waits until n operations are at the gate, `release(i)` lets the
-    i-th of those that ever arrived go on, `open_gate()` all of them and those to come.
+    This is latency without sleeping: `arrived(n)` waits until n operations are at the gate, `release(i)` releases the i-th
+    operation that ever arrived, `open_gate()` all present and future ones.
     """
 
     def __init__(self, *held: Kind, pattern: str = "*") -> None:
@@ -223,7 +223,7 @@ class GatedFiles(WatchedFiles):
             return list(self._waiting)
 
     def release(self, *numbers: int) -> None:
-        """Let these arrivals go on; those that have not arrived yet will not wait."""
+        """Release these arrivals; operations that have not arrived yet will not wait."""
         with self._changed:
             self._released.update(numbers)
             self._changed.notify_all()
@@ -241,7 +241,7 @@ class GatedFiles(WatchedFiles):
 
     @contextmanager
     def backwards(self) -> Iterator[None]:
-        """Inside the `with` block, let the operations that arrived within 20 ms go last come, first served."""
+        """Inside the `with` block, let operations that arrive within 20 ms proceed last come, first served."""
         self.close_gate()
         stop = threading.Event()
 

@@ -55,9 +55,9 @@ def kill_ranks(
 ) -> list[bool]:
     """Run `fn(rank, *args)` as `run_ranks` does, and end the processes by SIGKILL; return which of them ended before.
 
-    Rank r is killed `after_s[r]` seconds after the start. Once one was killed, by this or by itself, all others are too,
-    those whose time is given at their time. Raises RankError with the traceback of a rank that failed before that, and
-    with the stacks of ranks that did not end within `timeout_s`.
+    Rank r is killed `after_s[r]` seconds after the start. Once one has been killed, by this or otherwise, all others are
+    killed too, at their time if one is given. Raises RankError with the traceback of a rank that failed before that, and with
+    the stacks of ranks that did not end within `timeout_s`.
     """
     with _started(fn, world_size, args) as (ranks, folder):
         started = time.monotonic()
@@ -126,7 +126,7 @@ def _collect(ranks: _Ranks, folder: Path, deadline: float, may_die: frozenset[in
     failures: dict[int, str] = {}
     waiting = {rank: connection for rank, (_, connection) in enumerate(ranks)}
     while not waiting.keys() <= may_die:
-        # Once one rank failed, the others are given a moment to report it.
+        # Once a rank has failed, the others get a moment to report it.
         limit = min(deadline, time.monotonic() + 2) if failures else deadline
         ready = wait(list(waiting.values()), timeout=max(0, limit - time.monotonic()))
         if not ready:

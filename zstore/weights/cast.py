@@ -29,7 +29,7 @@ from ..format.arrays import Array, numpy_dtype
 
 Overflow = Literal["error", "inf", "clamp"]
 Castor = Literal["numkong", "torch", "numpy"]
-"""Who casts. See [Note: who casts]."""
+"""The library that casts. See [Note: who casts]."""
 
 _TILE_NUMEL = 64 * 1024
 """Elements of a tile, which stays in the cache between the cast and the check."""
@@ -47,8 +47,8 @@ _Cast = Callable[[Array, Array], bool]
 def cast_into(source: Array, target: Array, dtype: str, overflow: Overflow, *, by: Castor | None = None) -> int:
     """Cast `source` into `target` (both 1-D, `target` of `dtype`); return how many finite values became infinite.
 
-    With "clamp" those become the largest finite value of their sign. The bits depend neither on who casts, by default the
-    fastest available, nor on how the elements are divided into calls. See [Note: who casts].
+    With "clamp" they become the largest finite value of their sign. The bits depend neither on the library, by default
+    the fastest available, nor on how the elements are divided into calls. See [Note: who casts].
     """
     if source.dtype == numpy_dtype(dtype):
         target[:] = source

@@ -118,7 +118,7 @@ def _named(weights: Iterable[Weight]) -> list[Weight]:
         if name == _METADATA:
             reason = "is the key of the file's metadata"
         elif following is not None and following.name == name:
-            reason = "is that of two weights"
+            reason = "is used by two weights"
         elif name.encode(errors="replace") != name.encode(errors="surrogatepass"):
             reason = "is no Unicode text"
         if reason is not None:
@@ -293,7 +293,7 @@ class WeightsWriter(Closing):
         return [Lost(name=name, count=count) for name, count in sorted(self._lost.items())]
 
     def put(self, array: str, first: int, values: npt.NDArray[Any]) -> None:
-        """Write `values`, 1-D, as the flat elements from `first` on of the weight that comes from `array`.
+        """Write `values`, 1-D, as the flat elements from `first` on of the weight read from `array`.
 
         With overflow "error", nothing more is written after the first value that could not be held; later values are only
         checked, so that every such weight can be named.
@@ -329,8 +329,8 @@ class WeightsWriter(Closing):
             return self._open[layout.name]
 
     def finish(self) -> list[str]:
-        """Complete the files; return their names, with that of an index if there are several. Does nothing and returns no name
-        if values could not be held and overflow is "error"."""
+        """Complete the files; return their names, with an index's if there are several. Does nothing and returns no
+        name if values could not be held and overflow is "error"."""
         if self._is_refused:
             return []
         for layout in self._layouts:

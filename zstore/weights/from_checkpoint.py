@@ -4,7 +4,7 @@
 [Note: the pipeline]
 Threads take spans of the arrays in the order of the output, a request each. The thread that reads a span verifies it and casts
 it directly into tensors, or into 4-MiB blocks of the output file, each written by the thread that completes it. Nothing is
-passed between threads. In memory are a span of each thread and a few blocks, whatever the model's size.
+passed between threads. Memory holds a span of each thread and a few blocks, whatever the model's size.
 
 [Note: which files]
     a model's folder         its files except other weights; the modules that `modules.json` names, with their weights; other
@@ -62,7 +62,7 @@ def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
     """Return the parameters and buffers of a checkpoint; floating parameters are written as `dtype` (None: as stored), buffers
     as stored.
 
-    Tied parameters are listed once, under their first name. Raises CheckpointMismatchError if there are no weights.
+    Tied parameters are listed once, under their first name. Raises CheckpointMismatchError without weights.
     """
     weights: dict[str, Weight] = {}
     for name, stored in reader.arrays.items():
@@ -159,7 +159,7 @@ def read_file(
     reader: ArraySource, layout: FileLayout, start: int, stop: int, overflow: Overflow, *, block_bytes: int
 ) -> Iterator[memoryview]:
     """Yield bytes `[start, stop)` of a weights file without writing it, in blocks of at most `block_bytes`, or one element; a
-    block ends with a stored chunk, if chunks are not larger, so that none is read twice. Small weights share a block.
+    block ends at a stored chunk's end, if chunks are not larger, so that none is read twice. Small weights share a block.
 
     Raises CheckpointMismatchError if a value does not fit its type and `overflow` is "error", and the errors of reading.
     """
@@ -330,7 +330,7 @@ class Companions:
         """Add the files of a folder of checkpoints, or of one in it, whose names are `chosen`, but no links."""
         entries = folder.entries()
         for name in filter(chosen, sorted(entries.files)):
-            if not inside and _is_weights(name):  # the arrays again; those of a module are in its folder
+            if not inside and _is_weights(name):  # the arrays again; a module's arrays are in its folder
                 self.skipped.append(name)
             else:
                 self.files[inside + name] = folder, name
@@ -350,7 +350,7 @@ class Companions:
         for name, source in self.files.items():
             place = target / name
             if name.partition("/")[0] in reserved:
-                self.skipped.append(f"{name} (a checkpoint has its own of that name)")
+                self.skipped.append(f"{name} (a checkpoint has its own file of that name)")
             elif not place.exists():
                 try:
                     content = _opened(source)
@@ -374,7 +374,7 @@ class Companions:
 
     @property
     def text(self) -> str:
-        """The copied files, for the end of a line; empty if there are none."""
+        """The copied files, for the end of a line; empty without any."""
         return f", with {', '.join(self.copied)}" if self.copied else ""
 
 
@@ -425,7 +425,7 @@ def _bytes_of(files: Iterable[Path]) -> int:
 
 
 def _modules(folder: Path) -> set[str]:
-    """Return the folders that the model's `modules.json` names, as sentence-transformers has it."""
+    """Return the folders that the model's `modules.json`, from sentence-transformers, names."""
     try:
         listed = json.loads((folder / "modules.json").read_bytes())
         return {str(module["path"]).partition("/")[0] for module in listed} - {""}
@@ -449,7 +449,7 @@ def _opened(source: _Place) -> BinaryIO:
 
 def _reason(error: OSError | CorruptionError) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOENT:
-        return "a link to a file that is not there"
+        return "a link to a missing file"
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 

@@ -44,7 +44,7 @@ class CheckpointFiles:
     optimizer: dict[int, Path]
     """Optimizer states by rank."""
     universal: dict[str, Path]
-    """Of a universal folder, each parameter's folder, and `optimizer_state.pt`."""
+    """Each parameter's folder of a universal folder, and `optimizer_state.pt`."""
     offloaded: dict[int, dict[str, Path]]
     """Tensors from NVMe: files by rank and name."""
 
@@ -52,8 +52,8 @@ class CheckpointFiles:
 def find(location: Path, tag: str | None) -> CheckpointFiles | None:
     """Return the checkpoint that `location` and `tag` mean: a tag's folder, or the root above; None for none of DeepSpeed.
 
-    Without a tag it is that of `latest`, or `latest_universal`, or the highest step's. Raises CheckpointNotFoundError
-    that names the existing tags, CheckpointMismatchError for parallel layouts that are not read, CorruptionError.
+    Without a tag it is the one in `latest`, or `latest_universal`, or the highest step's. Raises CheckpointNotFoundError
+    naming the existing tags, CheckpointMismatchError for parallel layouts that are not read, CorruptionError.
     """
     if _is_checkpoint(location):
         return _files(location) if tag in (None, location.name) else None
@@ -82,7 +82,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _hinted(root: Path) -> str | None:
-    """Return the tag that the root's hint names, None if there is none."""
+    """Return the tag that the root's hint names, if any."""
     path = next((path for path in (root / "latest", root / "latest_universal") if path.is_file()), None)
     if path is None:
         return None

@@ -155,7 +155,7 @@ class Progress:
             "hysteresis_left": int(number("cur_hysteresis", 2 if hysteresis is None else hysteresis)),
             "iteration": int(number("cur_iter", steps)),
             "last_overflow": int(number("last_overflow_iter", -1)),
-            # Only a dynamic scale has them.
+            # Only a dynamic scale has rules.
             "rules": rules if known and found.get("dynamic") is True else None,
         }
 

@@ -1,8 +1,8 @@
 """A DeepSpeed checkpoint as named arrays. No torch.
 
 [Note: which value a parameter has]
-`model/<name>` is the master if the optimizer has one, otherwise the parameter of the model states: of frozen ones, and
-if there is no optimizer. Tied parameters are stored once, under the name that is first in the model.
+`model/<name>` is the master if the optimizer has one, otherwise the parameter of the model states: for frozen parameters, and
+without an optimizer. Tied parameters are stored once, under the name that is first in the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ALWAYS_LOST = "the states of random number generators"
 def open_deepspeed(
     location: str | Path, tag: str | None = None, *, resources: IoResources | None = None
 ) -> DeepSpeedSource | None:
-    """Open the DeepSpeed checkpoint that `location` and `tag` mean; None if there is none of DeepSpeed.
+    """Open the DeepSpeed checkpoint that `location` and `tag` select; None if it is not DeepSpeed's.
 
     Raises CheckpointNotFoundError, CorruptionError if it is damaged or incomplete, CheckpointMismatchError for a layout
     or an object that is not read.
@@ -110,7 +110,7 @@ class DeepSpeedSource(ForeignSource):
             if any(part.numel < min(cut, math.prod(shape) - rank * cut) for rank, part in enumerate(parts)):
                 raise CorruptionError(
                     f"{self._folder.path}: the frozen parameter {name!r} has no values in the model states (it may have been "
-                    "on NVMe, of which DeepSpeed saves no parameters): save again without offload_param"
+                    "on NVMe, where DeepSpeed saves no parameters): save again without offload_param"
                 )
             self._add(model_array(name), shape, Elements(parts, 0, cut), aliases.get(name, ()))
 

@@ -88,7 +88,7 @@ class StateReader:
         states: Sequence[Mapping[Any, Any]],
         group: Mapping[Any, Any],
     ) -> None:
-        """Add parameters, of which each has its start and cut in the ranks' flat tensors of each state.
+        """Add parameters, each with its start and cut in the ranks' flat tensors of each state.
 
         Raises CorruptionError if the numbers in the ranks' `states` differ.
         """
@@ -376,7 +376,7 @@ class _Matching:
         return shapes
 
     def _take(self, after: str | None, shapes: set[tuple[int, ...]], master: Any, start: int = 0) -> str:
-        """Return the first parameter after `after` of these shapes whose values are those of `master`, cast."""
+        """Return the first parameter after `after` of these shapes whose values equal `master`'s, cast."""
         names = list(self._weights)
         for name in names[0 if after is None else names.index(after) + 1 :]:
             weight = self._weights[name]

@@ -1,4 +1,4 @@
-"""The content of DeepSpeed's pickles, each entry checked as it is used; and the trained parameters that are in them.
+"""The content of DeepSpeed's pickles, each entry checked as it is used; and the trained parameters in them.
 
 [Note: flat tensors]
 At stages 1 and 2 a parameter group is one long vector, cut into as many parts as there are ranks: a tensor is a range of
@@ -47,7 +47,7 @@ class Fields:
         return Fields(load_torch_file(path), str(path))
 
     def get(self, key: Any) -> Any:
-        """Return an entry; None if there is none."""
+        """Return an entry, if it exists."""
         return self.entries.get(key)
 
     def fields(self, key: Any) -> Fields:
@@ -251,7 +251,7 @@ class Elements:
 
     parts: Sequence[Part]
     start: int = 0
-    """Of a range of the concatenation of all parts its first element; of a tensor that is cut, the first one in each part."""
+    """First element of a range of the concatenation of all parts, or, for a tensor that is cut, of each part."""
     cut: int | None = None
     """Elements of a separately cut tensor in each part, padding included."""
 

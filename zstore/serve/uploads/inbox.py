@@ -1,7 +1,7 @@
 """All uploads of a service: which may begin, and their commits.
 
 [Note: who owns a name]
-A run's name belongs to the training run that has checkpoints there; if there are none, to the first that begins an upload,
+A run's name belongs to the training run that has checkpoints there; without any, to the first that begins an upload,
 as long as its client sent a request within a quarter of an hour. A later upload of a tag by the same training run replaces
 an earlier one that is not committed: a run has one save of a tag at a time, so the earlier client was killed.
 """
@@ -67,7 +67,7 @@ class Inbox:
         found = next((upload for upload in self.all() if upload.id == upload_id), None)
         if found is None:
             raise CheckpointNotFoundError(
-                f"there is no upload {upload_id!r:.50}: it was committed or given up; begin it again"
+                f"there is no upload {upload_id!r:.50}: it was committed or abandoned; begin it again"
             )
         return found
 
@@ -124,8 +124,7 @@ class Inbox:
     def commit(self, upload: Upload) -> Committed:
         """Commit an upload whose files are all there, and apply retention.
 
-        Raises CheckpointMismatchError that names files which are missing, CheckpointExistsError if the tag was taken
-        meanwhile.
+        Raises CheckpointMismatchError naming the missing files, CheckpointExistsError if the tag was taken in the meantime.
         """
         with self._decision_lock, upload.lock:
             messages, linked_bytes = [], 0
@@ -152,7 +151,7 @@ def _idle_s(upload: Upload) -> float:
 
 
 def _committed(folder: Path, record: Record) -> Record | None:
-    """Return the record of the committed checkpoint that `record` describes; None if there is none."""
+    """Return the record of the committed checkpoint that `record` describes; None if it is not committed."""
     with contextlib.suppress(ZstoreError, OSError):
         info = find_tag(folder, record.tag)
         if info is not None and _without_time(info.record) == _without_time(record):
@@ -166,7 +165,7 @@ def _without_time(record: Record) -> Record:
 
 
 def _check_free(upload: Upload) -> TagInfo | None:
-    """Return the checkpoint that it replaces, None if there is none.
+    """Return the checkpoint that it replaces, if any.
 
     Raises CheckpointExistsError if tag or name belong to another training run. See [Note: who owns a name].
     """
@@ -190,5 +189,5 @@ def require_own(folder: Path, name: str, run_id: str) -> None:
     if runs and run_id not in runs:
         raise CheckpointExistsError(
             f"{name!r} has the checkpoints of another training run ({min(runs)[:12]!r}, this is {run_id[:12]!r}): "
-            "save under another name, or load its checkpoint first to go on with that run"
+            "save under another name, or load its checkpoint first to continue that run"
         )

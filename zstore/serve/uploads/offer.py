@@ -3,10 +3,10 @@
 See [Note: an upload] in `upload`.
 
 [Note: known contents]
-The record has its own digest and those of the metadata and of each manifest; the metadata says which shard files there are and
-how large they are, the manifests the checksums of their chunks. The metadata files of the groups and arrays are copies out of
-the root's, which the service writes. A program's file at the top, such as `config.json`, is known by the SHA-256 in the offer.
-So nothing is stored under a name or with a size that the client made up.
+The record has its own digest and the digests of the metadata and of each manifest; the metadata says which shard files
+there are and how large they are, the manifests the checksums of their chunks. The metadata files of the groups and
+arrays are copies out of the root's, which the service writes. A program's file at the top, such as `config.json`, is
+known by the SHA-256 in the offer. So nothing is stored under a name or with a size that the client made up.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from ...format.shardfile import BLOCK_BYTES, CRC_BYTES, check_index, checksum_er
 
 OFFER_FILE = "upload.json"
 ALIVE_S = 15 * 60.0
-"""An upload counts as going on for this long after its client's last request."""
+"""An upload counts as active for this long after its client's last request."""
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
-"""Of the metadata, and of a manifest: one is parsed at a time."""
+"""Limit on the metadata, and on a manifest: one is parsed at a time."""
 MAX_DOCUMENT_VALUES = 2**22
 MAX_EXTRA_FILES = 1000
 MAX_EXTRA_BYTES = 2**40
@@ -105,7 +105,7 @@ class UploadState(_Message):
     state: Literal["begun", "planned", "committed"]
     """begun: the client must send metadata and manifests, then ask for a plan."""
     files: list[UploadFile]
-    """Begun: metadata and manifests. Planned: those that are not whole yet, of the rank that was asked for, else of all."""
+    """Begun: metadata and manifests. Planned: the incomplete files, of the requested rank, else of all."""
 
 
 class UploadList(_Message):
@@ -132,7 +132,7 @@ class Committed(_Message):
     tag: str
     committed_ns: int
     linked_bytes: int
-    """Bytes of files that are links to those of another checkpoint."""
+    """Bytes of files that are links to another checkpoint's."""
     messages: list[str]
     """Messages for the user: checkpoints that could not be removed."""
 
@@ -141,7 +141,7 @@ class JournalSize(_Message):
     """Answer to `GET` and `POST /api/runs/{run}/journals/{run_id}`."""
 
     bytes: int
-    """Of the whole lines that are there."""
+    """Bytes of the complete lines received."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class ShardContent:
     array: StoredArray
     shard: int
     crcs: npt.NDArray[np.uint32]
-    """By present chunk."""
+    """Checksums by present chunk."""
 
 
 Content = KnownContent | ShardContent
@@ -185,7 +185,7 @@ class UploadPlan:
 
 
 def documents_of(record: Record, sizes: Mapping[str, int]) -> dict[str, KnownContent]:
-    """Return the known contents of the metadata and of the manifests, of which a client says the sizes.
+    """Return the known contents of the metadata and of the manifests, whose sizes the client states.
 
     Raises UsageError if it names other files, or larger ones than are taken.
     """

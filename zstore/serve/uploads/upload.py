@@ -133,8 +133,8 @@ class Upload:
             os.utime(self.path / OFFER_FILE)
 
     def plan(self) -> UploadPlan:
-        """Return all its files. Raises UsageError as long as metadata and manifests are missing, DiskFullError if there is no
-        room for the others."""
+        """Return all its files. Raises UsageError while metadata or manifests are missing, DiskFullError without room for the
+        others."""
         with self.lock:
             if self._plan is None:
                 missing = [file for file in self._documents if not self.is_whole(file)]
@@ -179,7 +179,7 @@ class Upload:
         return found
 
     def _contents(self) -> dict[str, Content]:
-        """Return all files that come over the network, by path."""
+        """Return all files sent over the network, by path."""
         shards = {} if self._plan is None else self._plan.shards
         return {**self._documents, **shards, **self._extras}
 
@@ -197,7 +197,7 @@ class Upload:
         return os.path.lexists(self.checkpoint / file)
 
     def part(self, file: str) -> Path:
-        """Return the path of a file that is not whole."""
+        """Return the path of an incomplete file."""
         return self.path / "parts" / hashlib.sha256(file.encode()).hexdigest()
 
     def received(self, file: str) -> int:
@@ -245,7 +245,7 @@ class Upload:
             )
 
     def link(self, file: str, sha256: str) -> bool:
-        """Link a candidate whose SHA-256 is that of the client's file; return whether that was done.
+        """Link a candidate whose SHA-256 equals the client's file's; return whether it was linked.
 
         Chunk checksums are not enough: different files collide with probability 2^-32.
         """

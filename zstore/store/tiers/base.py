@@ -5,11 +5,11 @@ All bulk access is a pass over whole chunks, driven by `zstore.store.stream` fro
 
     begin(name, mode)                      once; may wait for a pin of memory to be released
       DiskTier.load(pieces, ...)           of spans, ahead of their use, into a buffer sized by `span_bytes`
-      views(name, span, buffer, mode)      when the load's ticket is done: one view a chunk, asked for one by one; each is
-                                           checked as it is given, and sealed when the next one is asked for: in cache
+      views(name, span, buffer, mode)      when the load's ticket is done: one view a chunk, requested one by one; each is
+                                           checked when yielded, and sealed when the next one is requested: in cache
       DiskTier.save(pieces, ...)           after the consumer changed all views (not in mode READ)
     end(name, ok)                          once (not in mode READ), when every ticket is done; only now a new version
-                                           is the present one
+                                           is the current one
 
 One pass at a time changes a shard. While it does so in place, the shard can be neither read nor pinned: its contents
 are neither the old version nor the new one.
@@ -86,9 +86,9 @@ class Piece:
 class Tile:
     """One chunk, or in memory several, of every array of a group: local flat elements `[first, stop)` without padding.
 
-    `views` are 1-D, in the group's order: numpy arrays from the host and disk tiers, torch tensors from the device tier.
-    They are valid until the next tile is asked for; without `ends_buffer` those of a pass that only reads stay valid until
-    the tile after the next one that has it.
+    `views` are 1-D, in the group's order: numpy arrays from the host and disk tiers, torch tensors from the device tier. They
+    are valid until the next tile is requested; without `ends_buffer` the views of a read-only pass stay valid until the tile
+    after the next one that has it.
     """
 
     group: int
@@ -96,12 +96,12 @@ class Tile:
     stop: int
     views: tuple[View, ...]
     ends_buffer: bool = True
-    """Whether the memory of the views is used again when the next tile is asked for."""
+    """Whether the memory of the views is reused when the next tile is requested."""
 
 
 @dataclass(eq=False)
 class Snapshot(Closing):
-    """A pinned version: the shards' contents when it was taken, whatever happens to them since."""
+    """A pinned version: the shards' contents when it was taken, whatever happens to them afterwards."""
 
     pins: dict[str, PinnedShard]
 
@@ -136,10 +136,10 @@ class Tier(ABC):
 
     @abstractmethod
     def rename(self, name: str, local: LocalShard) -> None:
-        """Make a shard that no pass is over that of another array, laid out alike. Raises UsageError as `remove` does."""
+        """Rename a shard with no pass in progress to another array of the same layout. Raises UsageError as `remove` does."""
 
     def is_pinned_in_place(self, name: str) -> bool:
-        """Return whether `begin` for a change would have to wait for a pin."""
+        """Return whether `begin` for a change would wait for a pin."""
         return False
 
     @abstractmethod
@@ -168,8 +168,8 @@ class Tier(ABC):
 
     @abstractmethod
     def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
-        """Yield a view of each chunk's elements, without padding, that is right when it is yielded; changes to it are recorded
-        when the next one is asked for. Raises CorruptionError."""
+        """Yield a view of each chunk's elements, without padding, valid when it is yielded; changes to it are recorded when
+        the next one is requested. Raises CorruptionError."""
 
     @abstractmethod
     def end(self, name: str, ok: bool) -> None:
@@ -177,7 +177,7 @@ class Tier(ABC):
 
     @abstractmethod
     def pin(self, name: str) -> PinnedShard:
-        """Pin the present version. Raises UsageError while a pass changes it in place."""
+        """Pin the current version. Raises UsageError while a pass changes it in place."""
 
     @abstractmethod
     def close(self) -> None:
@@ -255,7 +255,7 @@ def plan_batches(
     chunks: tuple[int, int] | None = None,
 ) -> list[Batch]:
     """Return the batches of a pass over `groups`, in order, through a pool of `pool_bytes`; of chunks `[first, stop)`
-    of each shard if `chunks` are given. Raises UsageError for groups that no pass goes over."""
+    of each shard if `chunks` are given. Raises UsageError for groups that no pass can process."""
     _check_groups(groups, shards)
     planner = _Planner(groups, tiers, shards, pool_bytes)
     batches: list[Batch] = []
@@ -312,7 +312,7 @@ class _Planner:
                 yield SpanPlan(number, ChunkSpan(first, min(step, stop - first)), first == start, first + step >= stop)
 
     def _span_chunks(self, group: Sequence[str]) -> int:
-        """Return the number of chunks of the group in a span: a request to the disk, of which the pool has room for several."""
+        """Return the number of chunks of the group in a span: a request to the disk; the pool has room for several."""
         on_disk = [most for name in group if (most := self.tiers[name].span_chunks(name))]
         if not on_disk:
             smallest = min(self.tiers[name].tile_numel for name in group)

@@ -82,11 +82,11 @@ class DiskTier(Tier):
         self._request_bytes = res.request_bytes
         self._shards: dict[str, DiskShard] = {}
         self.packs_small = False
-        """Whether small shards that are made from now on share files."""
+        """Whether small shards created from now on share files."""
         self._reserves = reserves
         """Whether a shard's file is created with the shard, rather than on the first write."""
         self._packs: dict[tuple[Path, str], Pack] = {}
-        """By folder and kind of arrays."""
+        """Packs by folder and kind of arrays."""
         self._numbers = count()
         self._lock = threading.RLock()
 
@@ -113,7 +113,7 @@ class DiskTier(Tier):
         self._shards[local.spec.name] = shard
 
     def _make(self, shard: DiskShard, file: DiskFile) -> None:
-        """Make a file, unless it is there."""
+        """Create a file unless it exists."""
         if not file.made and shard.layout.num_present:
             make_shard_file(self._res, file.path, shard.layout)
         file.made = True
@@ -235,7 +235,7 @@ class DiskTier(Tier):
         return self._shards[name].layout.chunks_in(self._request_bytes)
 
     def load(self, pieces: Sequence[Piece], memory: Bytes, priority: Priority, tickets: list[Ticket[None]]) -> None:
-        """Begin to read pieces into `memory`; each operation's ticket is added to `tickets` as it begins."""
+        """Start reading pieces into `memory`; each operation's ticket is added to `tickets` as it starts."""
         parts: list[_Part] = []
         for piece in pieces:
             shard = self._shards[piece.name]
@@ -250,7 +250,7 @@ class DiskTier(Tier):
         return checked_views(self._res, shard, shard.current, span, buffer, mode)
 
     def save(self, pieces: Sequence[Piece], memory: Bytes, tickets: list[Ticket[None]]) -> None:
-        """Begin to write pieces from `memory`; see `load`."""
+        """Start writing pieces from `memory`; see `load`."""
         shards = [self._shards[piece.name] for piece in pieces]
         parts = [(shard, self._touch(shard), piece) for shard, piece in zip(shards, pieces, strict=True)]
         self._submit(_write, parts, memory, Priority.WRITE_BACK, tickets)

@@ -154,14 +154,14 @@ class DiskFile:
     base: int
     """Offset of chunk 0."""
     generation: int = 0
-    """Of a part of a pack: the number of its file."""
+    """For a part of a pack: the number of its file."""
     made: bool = True
-    """It is there; else the first pass that changes it makes it."""
+    """Whether it exists; else the first pass that changes it creates it."""
     pins: int = 0
     published: bool = False
     version: int = field(default_factory=new_version)
     origin: Path | None = None
-    """The checkpoint's file that it is a link of, if it was adopted."""
+    """The checkpoint's file that it links to, if it was adopted."""
 
 
 @dataclass(eq=False)
@@ -190,7 +190,7 @@ class DiskShard:
 
 
 def fill_file(res: IoResources, shard: DiskShard, file: DiskFile, data: Array) -> None:
-    """Write all values of a shard from `data` itself; a file that is not there is made by that."""
+    """Write all values of a shard from `data` itself, creating the file if it is missing."""
     local, layout = shard.local, shard.layout
     source = FillRuns.of(data.view(np.uint8), local.spec.itemsize, local.shard * local.grid.shard_numel)
     what = file.path, local.spec, local.grid, local.shard
@@ -218,7 +218,7 @@ def read_elements(res: IoResources, shard: DiskShard, file: DiskFile, first: int
 def checked_views(
     res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes, mode: Mode
 ) -> Iterator[View]:
-    """Yield each chunk, verified unless it is to be filled; seal it when the next is asked for unless it was only read."""
+    """Yield each chunk, verified unless it will be filled; seal it when the next is requested unless it was only read."""
     layout, local = shard.layout, shard.local
     slots, stored = slot_views(buffer, layout), stored_crcs(buffer, layout)
     payloads = slots[:, : layout.payload_bytes]

@@ -27,14 +27,14 @@ MEMORY_TILE_NUMEL = 512 * 1024
 DEVICE_TILE_NUMEL = 16 * 1024 * 1024
 """Elements of a tile of device memory: so many that its work takes longer than asking for it."""
 _SLAB_BYTES = 32 * HUGE_PAGE_BYTES
-"""Of a slab that small shards share."""
+"""Bytes of a slab that small shards share."""
 _ALIGN_BYTES = 64
 _DIRECT_BYTES = 512
 """Shards begin at a multiple: files are then written from their memory, and read into it, without a copy."""
 
 
 def shared_bytes(nbytes: int) -> int:
-    """Return the bytes that a shard in host memory takes of a slab that it shares with others; 0 if it has its own."""
+    """Return the bytes that a shard in host memory takes of a slab shared with others; 0 if it has its own memory."""
     return round_up(nbytes, _DIRECT_BYTES) if nbytes < HUGE_PAGE_BYTES else 0
 
 
@@ -43,7 +43,7 @@ class MemoryTier(Tier):
 
     tile_numel = MEMORY_TILE_NUMEL
     owns_memory = False
-    """Whether the memory is the host's, and only passes have it: then files are written from it without a copy."""
+    """Whether the memory is the host's and only passes access it: files are then written from it without a copy."""
 
     def __init__(self) -> None:
         self._shards: dict[str, LocalShard] = {}
@@ -195,11 +195,11 @@ class HostTier(MemoryTier):
         self._slab = make_slab(0)
         self._slab_used = 0
         self._left_bytes: int | None = None
-        """Of slabs, for shards to come; None: not known."""
+        """Bytes of slabs for future shards; None: not known."""
         self._lock = threading.Lock()
 
     def expect(self, nbytes: int) -> None:
-        """Let small shards take `nbytes` of slabs in the end (the sum of their `shared_bytes`), with those that are there: the
+        """Let small shards take `nbytes` of slabs in the end (the sum of their `shared_bytes`), including existing ones: the
         last slab is no larger."""
         present = sum(shared_bytes(local.nbytes) for local in self._shards.values())
         self._left_bytes = max(0, nbytes - present)
@@ -212,7 +212,7 @@ class HostTier(MemoryTier):
             )
             self._budget.take(nbytes)
             data = self._share(shared) if shared else None
-        if data is None:  # without the lock: others may pin theirs meanwhile
+        if data is None:  # without the lock: others may pin theirs in the meantime
             data = self._make(nbytes)
         return data[: local.nbytes].view(numpy_dtype(local.spec.dtype))
 
@@ -256,7 +256,7 @@ class DeviceTier(MemoryTier):
         return torch.zeros(local.valid_numel, dtype=getattr(torch, local.spec.dtype), device=self._device)
 
     def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
-        """Keep a shard in other memory, which has its values, or in none."""
+        """Keep a shard in other memory, which has its values, or without memory."""
         with self._unpinned:
             self._require_rest(name)
             self._memory[name] = None if memory is None else self._adopt(self._shards[name], memory)
