@@ -166,7 +166,7 @@ class Access:
             rows = gradients.owned(record)
             if not agree_any(self.world, [rows is not None])[0]:
                 return None
-            # In fp32 on every rank: rows on disk may be in a wider type than those of another rank.
+            # In fp32 on every rank: rows on disk may be in a wider type than another rank's.
             source = rows_source(record, torch.zeros(0) if rows is None else rows, torch.float32)
             found = self.read_whole(source, rank0_only=rank0_only)
         if found is None or (rank0_only and self.world.rank > 0):
@@ -320,7 +320,7 @@ class Access:
                     record.full.copy_(full)
 
     def _fill(self, record: ParameterRecord, full: torch.Tensor, name: str) -> None:
-        """Set this rank's rows of an array to those of `full`."""
+        """Set this rank's rows of an array from `full`."""
         rows = full[slice(*record.owned_range)]
         with self.state.passing([[name]], "fill") as tiles:
             for tile in tiles:
@@ -328,7 +328,7 @@ class Access:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change the state in the block on every rank; an error of any is raised on all, and leaves it torn (all ranks)."""
+        """Change the state in the block on every rank; an error on any is raised on all, and leaves it torn (all ranks)."""
         if self.units is not None:
             self.units.values_change()
         note = "The state was changed in part: load a checkpoint before continuing."
@@ -336,7 +336,7 @@ class Access:
             yield
 
     def close(self) -> None:
-        """Remove this run from those of `zstore.gather`, and stop watching the model."""
+        """Remove this run from the runs of `zstore.gather`, and stop watching the model."""
         live_runs.discard(self)
         self.guard.remove()
 
@@ -351,7 +351,7 @@ def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype)
 
 
 live_runs: weakref.WeakSet[Access] = weakref.WeakSet()
-"""The runs of all open engines, in which `find_run` searches."""
+"""The runs of all open engines, searched by `find_run`."""
 
 
 def find_run(parameter: nn.Parameter) -> tuple[Access, ParameterRecord] | None:

@@ -54,7 +54,7 @@ def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]
 
 
 def _whole_state_dict(access: Access) -> dict[str, Any]:
-    """Return copies on the CPU of all entries of the state dict on rank 0, an empty dict on others (all ranks)."""
+    """Return copies on the CPU of all entries of the state dict on rank 0, an empty dict on the others (all ranks)."""
     access.finished("module_state_dict()", lambda: None)
     leader = access.world.rank == 0
     sharded = [record for record in access.state.records if record.residency is not Residency.RESIDENT]

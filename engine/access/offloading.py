@@ -90,7 +90,7 @@ class OffloadedStates:
     def _move(self, names: set[str], tier: TierName) -> None:
         training, state = self._training, self._training.state
         self._away |= names
-        state.plans.clear()  # they keep memory
+        state.plans.clear()  # they hold memory
         for record in state.records:
             if "lp_params" in names and record.is_in_place:
                 record.use_in_place(None)
@@ -140,7 +140,7 @@ class OffloadedStates:
         self._training.state.transfers.synchronize()
         if self._group_of(record, model_array(record.name)) is None:
             store.change_memory(model_array(record.name), None)
-        # Anything that still has the memory, such as a graph or a numpy array, keeps it.
+        # Anything that still references the memory, such as a graph or a numpy array, keeps it.
         record.use_placeholder()
         freed = view_of_one_nan(values.shape, values.dtype, values.device)
         if record.shard is None:

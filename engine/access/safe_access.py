@@ -210,7 +210,7 @@ def _restore(access: Access, records: Sequence[ParameterRecord]) -> None:
 
 
 def _restore_memory(record: ParameterRecord, *, keep: bool) -> None:
-    """Restore a parameter's memory if the block replaced it (`p.data = ...`); `keep` the new values."""
+    """Restore a parameter's memory if the block replaced it (`p.data = ...`); with `keep`, copy the new values."""
     values = record.parameter.data
     if keep and values.shape != record.shape:
         raise UsageError(

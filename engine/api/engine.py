@@ -291,7 +291,7 @@ class Engine(nn.Module):
 
     def require_parameters(self) -> None:
         """Raise UsageError if the engine no longer trains the model's parameters, as after a replacement."""
-        if not self.access.guard.open_blocks:  # which may give them other memory
+        if not self.access.guard.open_blocks:  # which may assign them other memory
             self.access.guard.check()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -301,7 +301,7 @@ class Engine(nn.Module):
         )
 
     # A micro-batch is the input of the model: a tuple or list of arguments, a mapping of keyword arguments, or one argument.
-    # The model returns its loss, or an output with it as `loss`, under "loss" or as first element.
+    # The model returns its loss, or an output that has it as `loss`, under "loss" or as first element.
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Take one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`; return the mean of their
@@ -417,7 +417,7 @@ class Engine(nn.Module):
 
     @_phase("access", meets=True)
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the model's state dict (all ranks), with `exclude_frozen_parameters` without those.
+        """Return the model's state dict (all ranks), without frozen parameters if `exclude_frozen_parameters`.
 
         With sharded parameters (stage 3): whole copies in rank 0's host memory, and an empty dict on other ranks. Otherwise
         the model's own `state_dict()`, on every rank.
@@ -435,7 +435,7 @@ class Engine(nn.Module):
         """Load rank 0's `state_dict` into the model and the fp32 masters, at every stage; other ranks may pass {} (all
         ranks).
 
-        The optimizer's state stays. Without `strict`, keys that only one of both has are ignored.
+        The optimizer's state stays. Without `strict`, keys that only one of the two has are ignored.
         `custom_load_fn(src=state_dict, dst=model)` is called on rank 0 instead, with whole parameters to write to.
         `fetch_z3_params` is ignored: sharded parameters are always gathered. Raises UsageError with the mismatches before
         any change.
@@ -577,9 +577,9 @@ class Engine(nn.Module):
     ) -> None:
         """When any rank receives one of `signals`, save in the next `step()` and end the process, with code 75 (all ranks).
 
-        By default SIGTERM and SIGUSR1; a second one ends the process at once. A function as `client_state` is called in
-        that `step()`, and once in the next one from now, which raises UsageError for values that cannot be stored. Raises
-        UsageError outside the main thread.
+        By default SIGTERM and SIGUSR1; a second signal ends the process at once. A function as `client_state` is called
+        in that `step()`, and once in the next one from now, which raises UsageError for values that cannot be stored.
+        Raises UsageError outside the main thread.
         """
         self.training_state.require_optimizer("engine.save_on_signal()")
         self.watch_signals(signals)
@@ -596,8 +596,8 @@ class Engine(nn.Module):
 
     @property
     def stop_requested(self) -> signal.Signals | None:
-        """The signal that some rank got, or None: the same on every rank after each `step()`, also a skipped one, so that
-        all leave the loop together, with `save_and_stop`."""
+        """The signal that some rank has received, or None: the same on every rank after each `step()`, also a skipped
+        one, so that all leave the loop together, with `save_and_stop`."""
         return self.signals.requested
 
     def save_and_stop(
@@ -647,7 +647,7 @@ class Engine(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device on which the model computes; batches belong there."""
+        """Device on which the model computes; batches must be there."""
         return self.training_state.world.device
 
     @property

@@ -49,7 +49,7 @@ class LossBackward:
         """Whether `engine.backward` is running, and the hooks do nothing."""
 
     def watch(self, output: Any) -> Any:
-        """Return a forward's output with hooks, so that a backward through it is one of the engine."""
+        """Return a forward's output with hooks, so that a backward through it is the engine's."""
         training = self._training
         if not torch.is_grad_enabled() or (training.config.frozen and training.hooks is None):
             return output
@@ -161,7 +161,7 @@ def _items(value: Any) -> dict[Any, Any]:
 
 
 def _replaced(value: Any, views: dict[int, torch.Tensor]) -> Any:
-    """Return a module's output with other tensors, by the ids of those that they replace."""
+    """Return a module's output with other tensors, given by the ids of the tensors that they replace."""
     if isinstance(value, torch.Tensor):
         return views.get(id(value), value)
     items = _items(value)

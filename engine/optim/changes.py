@@ -7,7 +7,7 @@ gradient on any rank, in order:
 1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
 2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
    scalar (1 / loss scale, and the clip);
-3. the kernel changes master and slots in place, those that are stored in another form by their codec (`SlotCodec`);
+3. the kernel changes master and slots in place, slots stored in another form through their codec (`SlotCodec`);
 4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills. In fp32 it
    may be that memory; if its slots are in another memory, it is copied to them in phase 1 and back in phase 4.
 
@@ -113,7 +113,7 @@ class _Change:
             self._h2d.drain()
 
     def _bring(self, held: torch.Tensor, slots: list[torch.Tensor], tile: Tile) -> torch.Tensor:
-        """Return the master in the memory of its slots; `held` itself if it is in it."""
+        """Return the master in the memory of its slots; `held` itself if it is already there."""
         transfers = self._state.transfers
         link = transfers.link(held, slots[0]) if slots else None
         if link is None:
@@ -173,7 +173,7 @@ _MAX_IN_STEP, _MAX_IN_BACKGROUND = 256 * 1024 * 1024, 4 * 1024 * 1024
 
 
 class _Portion:
-    """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
+    """Rows of parameters in one memory that one call of each kernel changes, since they take the same step."""
 
     def __init__(self, host: HostKernel | None, *, sends: bool) -> None:
         self.numel = 0
@@ -255,7 +255,7 @@ class _Batch:
             step, factor, hosted = changes.step_of(record), changes.settings.factor_of(record), is_host(master)
             most, tile = (_MAX_ON_HOST, tile_numel(self.threads)) if hosted else (_MAX_ON_DEVICE, _MAX_ON_DEVICE)
             host, sends = _host_of(state, step, master, rows[number], own), own is not None and is_host(own) != hosted
-            if host is not None:  # it cuts tiles itself; but weights are sent to a device while the others are computed
+            if host is not None:  # it cuts tiles itself; weights are sent to a device while the others are computed
                 most = tile = _MAX_IN_BACKGROUND if sends else _MAX_IN_STEP
             key = step, factor, rows[number].dtype, hosted, host is None, sends, None if own is None else own.dtype
             for first in range(0, master.numel(), tile):
@@ -280,7 +280,7 @@ class _Batch:
 
 
 def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, most: int) -> Iterator[list[ParameterRecord]]:
-    """Yield the admitted records in order, those together that need not be waited for, with `most` elements or one."""
+    """Yield the admitted records in order, grouped if they need no wait, up to `most` elements or one record."""
     some: list[ParameterRecord] = []
     numel = 0
     for record in records:
@@ -319,7 +319,7 @@ class _Passing:
                 self.groups[-1].append(state.spilled[record])
                 self.modes[state.spilled[record]] = "read"
         self.from_disk = state.any_on_disk(self.groups)
-        # Others than torch's fused kernel keep one optimizer object for all tiles.
+        # Kernels other than torch's fused one keep one optimizer object for all tiles.
         self.takes_threads = all(isinstance(state.kernel_of(record)[0], FusedAdam) for record in records)
 
 
@@ -411,7 +411,7 @@ class Changes:
         else:
             tiles = self.state.store.tiles(part.groups, "update", modes=part.modes, admit=admitted, on_end=on_end)
         with labelled("update"), one_thread(part.from_disk), closing(tiles):
-            # Other threads would have tiles of a disk after the next one was asked for, when they are written already.
+            # Other threads would still use a disk's tile after the next one is requested, when it is already being written.
             alone = self._plan.in_background or part.from_disk or not self.state.transfers.streams.device_is_host
             threads = 1 if alone or not part.takes_threads else threads_for([record.owned_numel for record in mine])
             side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
@@ -458,7 +458,7 @@ class Changes:
             yield change, tile
 
     def step_of(self, record: ParameterRecord) -> ParameterStep:
-        """Return the step of a parameter, which those with the same settings and scalars share."""
+        """Return the step of a parameter, shared by parameters with the same settings and scalars."""
         found = self._steps.get(record)
         if found is None:
             (kernel, group), scalars = self.state.kernel_of(record), self.state.scalars[record]
@@ -470,7 +470,7 @@ class Changes:
         return found
 
     def note_scalars(self, records: Sequence[ParameterRecord]) -> None:
-        """Count the step in the scalars of `records`, also of those without rows on this rank."""
+        """Count the step in the scalars of `records`, including records without rows on this rank."""
         after: dict[ParameterStep, Scalars] = {}
         for record in records:
             step = self._steps.get(record) or self.step_of(record)

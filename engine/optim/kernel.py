@@ -92,7 +92,7 @@ def check_arguments(name: str, *, betas: tuple[float, float], **numbers: float) 
 
 
 ELEMENT_WISE = (SGD, Adagrad, RMSprop, NAdam, Adam, AdamW, Adamax, RAdam, Adadelta, ASGD, Rprop, Lion)
-"""Optimizers whose update of an element depends on that element's own history and on scalars alone."""
+"""Optimizers whose update of an element depends only on that element's own history and on scalars."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class StepSettings:
         return self.factors.get(record, self.factor)
 
     def differences(self, now: StepSettings) -> Iterator[tuple[int, str, Any, Any]]:
-        """Yield group, name and both values of the settings that are others `now`."""
+        """Yield group, name and both values of the settings that differ `now`."""
         for number, (before, after) in enumerate(zip(self.groups, now.groups, strict=True)):
             for name, value in before.items():
                 if name in after and _plain(after[name]) != _plain(value):
@@ -151,8 +151,8 @@ class ParameterStep:
         self._after = after
 
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
-        """Update tiles of several parameters of one device in place, 1-D and fp32; each has the bits that it has alone, and
-        gradients may be changed too."""
+        """Update tiles of several parameters of one device in place, 1-D and fp32; each has the same bits as if updated
+        alone, and gradients may be changed too."""
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
     def scalars(self) -> Scalars:
@@ -212,7 +212,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def initial(self) -> Scalars:
-        """Return the scalars of a parameter that was never updated."""
+        """Return the scalars of a parameter that has never been updated."""
 
     @abstractmethod
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
@@ -317,7 +317,7 @@ class TorchKernel(Kernel):
         return values
 
     def initial(self) -> Scalars:
-        """Return a count of updates, which is ours: SGD keeps none, and its first step is another one."""
+        """Return zstore's own count of updates: SGD keeps none, and its first step differs."""
         return {"updates": 0.0}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
@@ -325,8 +325,8 @@ class TorchKernel(Kernel):
         return _TorchStep(self, scalars)
 
     def tiles(self, scalars: Scalars, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> Scalars:
-        """Step a proxy over each tile, in one step of the class, which takes those on a device together; return the scalars
-        after it, the same for every tile."""
+        """Step a proxy over each tile, in one step of the class, which processes tensors on a device together; return
+        the scalars after it, the same for every tile."""
         group = self._optimizer.param_groups[0]
         group["params"] = [self._proxy, *map(torch.nn.Parameter, masters[1:])]
         for proxy, master, gradient, views in zip(group["params"], masters, gradients, slots, strict=True):
@@ -346,7 +346,7 @@ class TorchKernel(Kernel):
         return found | {"updates": scalars["updates"] + 1}
 
     def probe(self, scalars: Scalars) -> Scalars:
-        """Return the scalars after a step of a parameter that has `scalars` before it."""
+        """Return the scalars after a step of a parameter that had `scalars` before it."""
         master, gradient, *slots = torch.zeros(2 + len(self.slots), 1, device=self._proxy.device)
         return self.tiles(scalars, [master], [gradient], [slots])
 

@@ -52,7 +52,7 @@ class LossScaler:
 
     def accepts(self, norm: float, step: int, changed: str) -> bool:
         """Return whether step number `step` is taken with gradients of this norm, else it is skipped. Raises NonFiniteError by
-        the policy, which says what was `changed`."""
+        the policy, saying what has been `changed`."""
         if math.isfinite(norm) or self.non_finite == "apply":
             return True
         if self.non_finite == "error":
@@ -132,7 +132,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.scaler: LossScaler | None = None
         """The engine's loss scale; None until there is an engine."""
         self._client_steps = rule_of(self.kind, whole=True) is CLIENT
-        """Whether the object that was given takes the steps itself."""
+        """Whether the given object takes the steps itself."""
         self._in_engine_step = False
         self._warned = False
 
@@ -193,7 +193,7 @@ class NoOptimizer(ZeroOptimizer):
 def optimizer_from_config(config: OptimizerSection, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer that a config names, over `parameters` (parameters, or group dicts; None: all of the model).
 
-    Groups keep the settings that they have.
+    Groups keep their settings.
     """
     groups, arguments = _as_groups(model.parameters() if parameters is None else parameters), config.arguments()
     kind: Any = classes()[config.kind]
@@ -213,7 +213,7 @@ def optimizer_from_config(config: OptimizerSection, parameters: Any, model: nn.M
 
 def _as_groups(parameters: Iterable[Any]) -> Groups:
     """Return group dicts, for torch to make the groups that it would: frozen parameters and empty groups stay, since schedules
-    count groups. Parameters alone, or with names, make one group; of those listed twice the first counts."""
+    count groups. Parameters alone, or with names, make one group; for duplicates the first entry counts."""
     items = list(parameters)
     are_groups = bool(items) and isinstance(items[0], Mapping)
     groups = [dict(group) for group in items] if are_groups else [{"params": items}]

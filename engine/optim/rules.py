@@ -46,11 +46,11 @@ class Stepper(ABC):
     """Takes the steps of a run (all ranks). The methods about state are called if it `keeps_state`."""
 
     keeps_state: ClassVar[bool] = False
-    """Whether it keeps state outside the store, which a checkpoint has among the client's."""
+    """Whether it keeps state outside the store, saved in a checkpoint with the client's."""
     needs_saved: ClassVar[bool] = False
     """Whether a load without that state would restart from nothing."""
     owns_gradients: ClassVar[bool] = False
-    """Whether ranks may keep gradients of their own until it exchanges them; `averaged` says which."""
+    """Whether ranks may keep their own gradients until it exchanges them; `averaged` says which."""
     name: str
     """Name of the optimizer's class."""
 
@@ -60,7 +60,7 @@ class Stepper(ABC):
 
     @property
     def records(self) -> list[ParameterRecord]:
-        """The parameters that it keeps state of."""
+        """The parameters whose state it keeps."""
         return []
 
     def averaged(self) -> set[ParameterRecord]:
@@ -184,7 +184,7 @@ _rules: dict[Kind, Rule] = {}
 
 
 def register(rule: Rule) -> None:
-    """Let engines take optimizers of the rule's classes; a class has the rule that was registered last."""
+    """Let engines accept optimizers of the rule's classes; the last registered rule of a class applies."""
     _rules.update(dict.fromkeys(rule.kinds, rule))
 
 

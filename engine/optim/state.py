@@ -28,7 +28,7 @@ from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKerne
 Tiles = Generator[Tile, None, None]
 T = TypeVar("T")
 _MAX_PLANS = 16
-"""Plans that are kept of a parameter, in the mean: other ones may have gradients, or be ready together, in every step."""
+"""Plans kept per parameter, on average: different parameters may have gradients, or be ready together, in every step."""
 
 
 class InPlace(NamedTuple):
@@ -60,7 +60,7 @@ class OptimizerState:
         self.store = store
         self.transfers = transfers
         self.is_sharded = is_sharded
-        """Whether each rank holds its own rows alone; else every rank holds everything."""
+        """Whether each rank holds only its own rows; else every rank holds everything."""
         self.codec = SlotCodec()
         """How slots are stored; set before `add`."""
         self.owns_fp32 = False
@@ -98,7 +98,7 @@ class OptimizerState:
         """
         self.records.append(record)
         offloaded = placement.parameter != "device"
-        # Rows that are fetched: of all host memory they alone cross to the device.
+        # Fetched rows: only these cross from host memory to the device.
         tier: TierName = "pinned" if placement.parameter == "host" else placement.parameter
         own_master = record.dtype == torch.float32 and (offloaded or placement.state == "device" or self.owns_fp32)
         if record.group is not None and not own_master:

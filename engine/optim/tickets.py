@@ -68,7 +68,7 @@ class UpdateTicket:
     last_read: Event = None
     """When the device has read the parameter for the last time, as its gradient was final."""
     turn: int = 0
-    """How many units' gradients were handed over before it."""
+    """How many units' gradients had been handed over before it."""
     pins: list[LatePin] = field(default_factory=list)
     """Pins that wait for the new state."""
 
@@ -79,7 +79,7 @@ class UpdateTicket:
 
 
 class Tickets:
-    """The tickets of the running update, by which its thread, the backward's, readers and saves wait for each other."""
+    """The tickets of the running update, through which its thread, the backward's, readers and saves wait for each other."""
 
     def __init__(self, state: OptimizerState) -> None:
         self.of: dict[ParameterRecord, UpdateTicket] = {}
@@ -93,7 +93,7 @@ class Tickets:
         self._awaited: UpdateTicket | None = None
         """The ticket whose gradient the thread waits for."""
         self._waiting_bytes, self._max_waiting_bytes = 0, math.inf
-        """Bytes of final gradients that wait for the update, and how many may; any number if none takes them."""
+        """Bytes of final gradients that wait for the update, and their maximum; unlimited if no update runs."""
         self._num_put = 0
         """Units whose gradients were handed over."""
 
@@ -125,7 +125,7 @@ class Tickets:
             self._changed.wait_for(self._has_room)
 
     def _has_room(self) -> bool:
-        # An update that waits for the backward must not be waited for, nor one that frees nothing.
+        # Never wait for an update that waits for the backward, nor for one that frees nothing.
         starved = self._awaited is not None and self._awaited.state is TicketState.EXPECTED
         return starved or self._waiting_bytes <= self._max_waiting_bytes
 

@@ -15,7 +15,7 @@ in every call that waits for the update, and the state is torn from then on. doc
 [Note: which state is whole]
 The state becomes torn (not trained or saved until a load replaces it) after an error inside `changing` (an update in
 `step()`, a caller's write, a load) and after one of an update in the background: on other ranks, once they have agreed
-on its outcome. A backward that fails, or a `step()` before its update, leaves the state of the step before, unless an
+on its outcome. A backward that fails, or a `step()` before its update, leaves the previous step's state, unless an
 update was running in the backward: then the state is torn if it changed anything on any rank, and always in `step()`.
 """
 

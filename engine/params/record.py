@@ -37,7 +37,7 @@ from zstore.io.memory import dtype_name
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision in a config -> torch data type."""
 OTHER_MODES = 'set "step_overlap" to "forward" or "none" in the config\'s section "zstore"'
-"""Advice of errors that step mode `backward` alone has, which "auto" may have chosen."""
+"""Advice in errors specific to step mode `backward`, which "auto" may have chosen."""
 
 
 EndRead = Callable[[Any], None]
@@ -60,7 +60,7 @@ class RowsInStore:
 
     array: str
     is_adopted: bool = False
-    """Whether the array has become one of the parameter's own."""
+    """Whether the array has become the parameter's own."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -96,7 +96,7 @@ class ParameterRecord:
     """Gathers the released parameter for an operation, a function of torch, or raises UsageError; may return a function to
     call with the operation's output. None: it cannot be gathered."""
     gather_for_copy: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
-    """Gathers released parameters for a copy of them; None: one rank alone cannot."""
+    """Gathers released parameters for a copy of them; None: a single rank cannot."""
     detaches_empty: bool = False
     """Whether `detach()` of the released parameter returns an empty tensor, for a state dict of its module."""
     is_rounded: bool = False

@@ -83,7 +83,7 @@ class GradientTypes(Generic[D]):
     accumulation: D | None = None
     """Type in which gradients accumulate whatever the number of micro-batches; None: the default."""
     reduction: D | None = None
-    """Type in which they are reduced; None: the parameter's. With one rank always None."""
+    """Type in which they are reduced; None: the parameter's. On one rank always None."""
     accumulates: bool = False
     """Whether a step is planned to have more than one micro-batch."""
 

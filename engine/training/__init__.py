@@ -1,1 +1,1 @@
-"""A run: its parts, how they are made, and the steps that change it."""
+"""A run: its parts, their construction, and the steps that change it."""

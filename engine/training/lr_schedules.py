@@ -232,8 +232,8 @@ class OneCycle(NamedSchedule):
         return [low / decay for low in self._least]
 
     def _height(self, steps: int) -> float:
-        """Return the height of the cycle after so many steps, from 0 to 1: a climb and a fall, each a line, or stairs if their
-        number is above 0."""
+        """Return the height of the cycle after this many steps, from 0 to 1: a climb and a fall, each a line, or stairs
+        if their number is above 0."""
         turn = self._first / self._total
         done = 1.0 + steps / self._total - math.floor(1 + steps / self._total)
         stairs = self._first_stairs if done <= turn else self._second_stairs

@@ -116,7 +116,7 @@ class Training:
         self.compiled = CompiledUnits(self.model, self.hooks, compiler)
 
     def require_here(self, call: str, states: tuple[str, ...] | None = None) -> None:
-        """Raise UsageError for a call that needs `states`, by default all, if one of them was moved away."""
+        """Raise UsageError for a call that needs `states`, by default all, if one of them has been moved away."""
         away = sorted(self.away if states is None else self.away.intersection(states))
         if away:
             raise UsageError(
@@ -222,7 +222,7 @@ class Training:
         self.gradients.drop()
 
     def name_boundary(self, is_boundary: bool | None) -> None:
-        """Let the caller say whether the current micro-batch is the last of its step, from now on; None: count again."""
+        """Set whether the current micro-batch is the last of its step, from now on; None: count again."""
         if self.update.is_in_backward and not is_boundary:
             raise UsageError(
                 "this micro-batch can no longer be marked as not the last of its step: with "

@@ -40,9 +40,9 @@ Rows = Callable[[ParameterRecord], torch.Tensor]
 
 _SUM_NUMEL = 64 * 1024
 _MIN_ALONE_NUMEL = 64 * 1024
-"""Smallest gradient that is reduced alone."""
+"""Smallest gradient that is reduced in a separate collective."""
 _MAX_IN_PLACE = 4
-"""Reductions in place that run at a time."""
+"""In-place reductions that run at once."""
 _GLOO_BUCKET_NUMEL = 4 * 1024 * 1024
 
 
@@ -193,7 +193,7 @@ class WireForm(Protocol):
     """A form, other than their own type, in which some parameters or their gradients are sent."""
 
     align_numel: int
-    """Parameters may be cut at multiples of so many columns of a bucket."""
+    """Parameters may be cut at multiples of this many columns of a bucket."""
 
     def takes(self, record: ParameterRecord) -> bool:
         """Return whether the parameter is sent in this form."""
@@ -285,8 +285,8 @@ class GradientRules:
     `exchanges`."""
 
     each_backward: bool
-    """Reduce gradients in each backward as they arrive, and keep this rank's rows (stages 2 and 3); else keep whole ones, and
-    reduce them once a step. See [Note: when gradients are reduced]."""
+    """Reduce gradients in each backward as they arrive, and keep this rank's rows (stages 2 and 3); else keep whole
+    gradients, and reduce them once a step. See [Note: when gradients are reduced]."""
     bucket_numel: int
     """Maximum size of one reduction."""
     scatter: bool = True

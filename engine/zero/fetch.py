@@ -130,7 +130,7 @@ class Fetcher:
         self.ready: Callable[[Sequence[ParameterRecord], bool], bool] = lambda records, wait: True
         """Returns whether the last step has updated the rows of records, after a wait if the flag is set; for any thread."""
         self.last_copy: Copy | None = None
-        """The last copy to the device, for which the host did not wait."""
+        """The last copy to the device, which the host did not wait for."""
         self.read_bytes = 0
         """Bytes of rows read so far."""
 

@@ -82,7 +82,7 @@ class GradientStep:
         self.after_backward = BackwardPhase.AVERAGED if rules.each_backward or world_size == 1 else BackwardPhase.OWN
         """The phase that a backward ends with."""
         self.order_is_agreed = False
-        """Whether a first backward has completed, so the number of arrivals per gradient is known, and in which order."""
+        """Whether a first backward has completed, so the number and order of arrivals per gradient are known."""
         self.arrives_in_parts = True
         """Whether a gradient may arrive in several parts before that is known."""
         self.on_final: Callable[[Sequence[ParameterRecord]], None] | None = None
@@ -189,7 +189,7 @@ class GradientStep:
 
     @property
     def is_whole(self) -> bool:
-        """Whether whole gradients are held, and averaged over the ranks if there are others."""
+        """Whether whole gradients are held, and averaged if there are several ranks."""
         return not self.rules.each_backward and self.phase is BackwardPhase.AVERAGED and self.averaged is None
 
 
@@ -212,7 +212,7 @@ class Gradient:
         self.values: torch.Tensor | None = None
         """This rank's rows, 1-D, or all in the parameter's shape; None: no memory yet, on disk, or an update took them."""
         self.shown: torch.Tensor | None = None
-        """The tensor that was put into `.grad`."""
+        """The tensor put into `.grad`."""
         self.sum_of_squares: SumOfSquares | None = None
         """Squared norm of this rank's rows (or of their final value), once launched."""
         self._spill = step.spill if step.spill is not None and record in step.spill else None
@@ -259,8 +259,8 @@ class Gradient:
         self._count_segment()
 
     def _allocate(self, part: torch.Tensor, *, add: bool) -> torch.Tensor:
-        """Return the held values, on the tier on which they wait for the update, with room for ones like `part` or, to `add`
-        them, for sums with their own."""
+        """Return the held values, on the tier on which they wait for the update, with room for values like `part` or,
+        to `add` them, for sums with their own."""
         rules, record, held = self._step.rules, self.record, self.values
         dtype = self._step.of_step[record.dtype] if self._spill is None else part.dtype
         if add:
@@ -341,7 +341,7 @@ class Gradient:
             self._step.send()
 
     def squares(self, others: Iterable[Gradient]) -> float | None:
-        """Return the sum of squares of the rows, None if it was not begun. The host waits for it once for all `others`."""
+        """Return the rows' sum of squares, None if it was not started. The host waits once for it and all `others`."""
         if self._spill is not None:
             return self._spill.squares(self.record)
         if self.sum_of_squares is None:
@@ -357,7 +357,7 @@ class Gradient:
 
 
 class Arrivals:
-    """Which gradients arrived in a backward, in which order the units are reduced, and which units are ready."""
+    """The gradients that have arrived in a backward, the units' order of reduction, and which units are ready."""
 
     def __init__(
         self, units: Sequence[Unit], gradients: Mapping[ParameterRecord, Gradient], step: GradientStep
@@ -373,7 +373,7 @@ class Arrivals:
         self.sent = 0
         """Units that were handed out."""
         self.leaving: int | None = None
-        """The unit of the last gradient that was taken without a reduction."""
+        """The unit of the last gradient taken without a reduction."""
         self._arrived: list[Gradient] = []
         """Gradients in arrival order, recorded until the unit order is fixed."""
 
@@ -407,7 +407,7 @@ class Arrivals:
             yield [gradient for gradient in self._units[self._order[self.sent - 1]] if gradient.expected]
 
     def agree_on_order(self, world: World) -> None:
-        """Take the order in which rank 0's units were complete in this backward (all ranks)."""
+        """Use the order in which rank 0's units were completed in this backward (all ranks)."""
         complete = dict.fromkeys(self.unit_of[gradient] for gradient in reversed(self._arrived))
         numbers: list[int] = world.broadcast_object(list(reversed(complete)))
         self._order = list(dict.fromkeys((*numbers, *self._order)))
@@ -450,7 +450,7 @@ def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord],
 
 
 def take_gradient(record: ParameterRecord) -> torch.Tensor | None:
-    """Return the gradient of the parameter, contiguous, and leave the parameter without one."""
+    """Return the gradient of the parameter, contiguous, and remove it from the parameter."""
     gradient = record.parameter.grad
     if gradient is None:
         return None

@@ -129,7 +129,7 @@ class Gradients:
                 self._reduce_rows(gradients, self._reductions)
         elif is_complete:
             unit = self._arrivals.unit_of[gradient]
-            if unit != self._arrivals.leaving or gradient.segments_left:  # a part of it is among those
+            if unit != self._arrivals.leaving or gradient.segments_left:  # a part of it is among the pending copies
                 self.step.send()
             gradient.collect()
             self._arrivals.leaving = unit
@@ -148,7 +148,7 @@ class Gradients:
         if reductions is not None:
             for unit in self._arrivals.ready(rest=True):
                 self._reduce_rows(unit, reductions)
-            # Late is what no unit has brought: ranks differ in which units they sent before this.
+            # Late gradients are in no unit sent so far: ranks differ in which units they have sent before this.
             left = [one.record.parameter.grad is not None for one in gradients]
             agreed = agree_any(self._world, flags + left)
             flags, left = agreed[: len(flags)], agreed[len(flags) :]
@@ -169,7 +169,7 @@ class Gradients:
             other.grad = None
         step.phase = step.after_backward
         if step.last and self.rules.each_backward:
-            # This backward brought nothing to the rows of the others.
+            # This backward added nothing to the rows of the others.
             for gradient in gradients:
                 if gradient.is_agreed and gradient.state is not GradientState.FINAL:
                     gradient.finish()
@@ -271,7 +271,7 @@ class Gradients:
         self.of[record].replace(full)
 
     def take(self, records: Iterable[ParameterRecord]) -> list[torch.Tensor | None]:
-        """Return the same as `owned` of each, for the update, which may change it; the caller keeps it alive."""
+        """Return `owned` of each, for the update, which may change it; the caller keeps it alive."""
         return [self.of[record].take() for record in records]
 
     def drop(self) -> None:
@@ -290,7 +290,7 @@ class Gradients:
             step.spill.drop()
 
     def free(self) -> None:
-        """Forget all gradients, and free the memory that is kept for the next ones."""
+        """Forget all gradients, and free the memory kept for the next ones."""
         self.drop()
         for gradient in self.of.values():
             gradient.values = None
@@ -357,7 +357,7 @@ class ShownGradients:
                 record.parameter.grad = gradient.shown = None
 
     def adopt(self) -> None:
-        """Take over the gradients that the training loop put into `.grad` in place of those shown there.
+        """Adopt the gradients that the training loop put into `.grad` in place of the engine's.
 
         Raises UsageError if one is not whole on this rank.
         """
@@ -404,7 +404,7 @@ def sums_over_ranks(
         if rows is None:
             cut.append([known or 0.0])
         else:
-            whole = sharded or world.world_size == 1  # a split takes as long as the norm
+            whole = sharded or world.world_size == 1  # splitting takes as long as the norm
             cut.append([rows] if whole else torch.split(rows, max(record.grid.shard_numel, 1)))
     sums = iter(sums_of_squares([one for shards in cut for one in shards if isinstance(one, torch.Tensor)]))
     found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]

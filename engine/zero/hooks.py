@@ -66,7 +66,7 @@ class UnitHooks:
                 record.on_read = self._read
             for module in unit.unit.modules:
                 self._register(module, partial(self._before_forward, unit), partial(self._after_forward, unit))
-        # Modules that contain units: a script may call one alone, as `generate` calls an encoder.
+        # Modules that contain units: a script may call one directly, as `generate` calls an encoder.
         blocks = [unit for unit in sharded.all if unit.records and len(unit.unit.modules) > 1]
         within = {inner for unit in blocks for inner in unit.inner}
         for module in (one for one in model.modules() if one not in within and list(one.children())):
@@ -84,7 +84,7 @@ class UnitHooks:
 
     @property
     def hook_ids(self) -> frozenset[int]:
-        """Ids by which modules call these hooks."""
+        """Ids that modules pass to these hooks."""
         return frozenset(handle.id for handle in self._handles)
 
     def stay_out_of_graphs(self, modules: Iterable[nn.Module]) -> None:
@@ -128,7 +128,7 @@ class UnitHooks:
         self._change_reads({StrayRead.NOW: StrayRead.BEFORE if torch.is_grad_enabled() else StrayRead.NO})
 
     def end_interrupted(self) -> None:
-        """End a forward interrupted by Ctrl-C like one that raised (called by the engine)."""
+        """End a forward interrupted by Ctrl-C as if it had raised (called by the engine)."""
         del self._entered[1:]
         for module in list(self._entered):
             self._leave(module, None, None)

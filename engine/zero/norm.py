@@ -106,7 +106,7 @@ def _sums_of_large(shards: Sequence[torch.Tensor]) -> list[float]:
         norms[shard][number] = _row_norms(tile)
 
     places = ((shard, number) for shard, each in enumerate(tiles) for number in range(len(each)))
-    with one_thread(torch.get_num_threads() <= 2):  # so few, which spin, would take the processors from the read-ahead
+    with one_thread(torch.get_num_threads() <= 2):  # so few threads spin, and would delay the read-ahead
         side_by_side(take, places, threads)
     return [_sum_of_squares(norm for tile in each for norm in tile) for each in norms]
 
@@ -132,8 +132,8 @@ def _row_norms(tile: torch.Tensor) -> list[float]:
 def device_norms(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the 2-norm of each shard, 1-D of any floating type and all on one device, in fp32 on that device.
 
-    Each has the bits that it has alone: a list that torch's kernel takes is of one type, and the values that each thread of it
-    takes depend on the address.
+    Each has the same bits as if computed alone: a list that torch's kernel takes is of one type, and the values that
+    each thread of it takes depend on the address.
     """
     found: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(values.dtype for values in shards):

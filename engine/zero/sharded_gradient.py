@@ -58,7 +58,7 @@ class ShardedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Carry out an operation that a gradient without memory allows. Raises UsageError for all others."""
+        """Run an operation that a gradient without memory allows. Raises UsageError for all others."""
         act = _ACTS.get(func)
         found = None if act is None else act(*args, **(kwargs or {}))
         if found is None:

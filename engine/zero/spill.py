@@ -40,7 +40,7 @@ class GradientSpill:
         self._present: set[ParameterRecord] = set()
         """Records with a gradient in this step."""
         self._squares: dict[ParameterRecord, float | SumOfSquares] = {}
-        """The sum of squares of each that was written."""
+        """The sum of squares of each written gradient."""
         self.lost: Exception | None = None
         """Why a gradient of this step is not on disk, if that was detected within `keeping_error`."""
 
@@ -75,8 +75,8 @@ class GradientSpill:
         self._pending.append((self._workers.submit(write), nbytes))
 
     def _widen(self, record: ParameterRecord, dtype: torch.dtype, *, on_host: bool) -> torch.Tensor | None:
-        """Let the array of a parameter be one that can hold values of `dtype`. Returns the rows of this step so far, if they
-        were in a narrower one."""
+        """Ensure that the array of a parameter can hold values of `dtype`. Returns the rows of this step so far, if
+        they were in a narrower one."""
         former = self._store.spec(self._arrays[record])
         if not is_narrower(getattr(torch, former.dtype), dtype):
             return None

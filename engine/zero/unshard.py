@@ -98,7 +98,7 @@ class ShardedUnit:
     fetch: Fetch | None = None
     """The gather started ahead of use."""
     holder: nn.Module | None = None
-    """Module whose forward hook releases it; None: something else does."""
+    """Module whose forward hook releases it; None: it is released otherwise."""
     called_within: set[ShardedUnit] = field(default_factory=set)
     """Units in whose forwards its module was called."""
     due: set[ParameterRecord] | None = None
@@ -303,7 +303,7 @@ class ShardedUnits:
         return strays + unit.numel + max(other.numel for other in self.all) <= self._limits.live_numel
 
     def gather(self, records: Sequence[ParameterRecord], fill: Fill) -> None:
-        """Give parameters their values until `ungather`; `fill` gathers those that are released (all ranks)."""
+        """Materialize parameters until `ungather`; `fill` gathers the released ones (all ranks)."""
         self.forget()
         sharded = [record for record in records if record.residency is not Residency.RESIDENT]
         missing = [record for record in sharded if record.residency is Residency.RELEASED]
