@@ -65,7 +65,7 @@ class CheckpointPlan:
     grids: Mapping[str, Grid]
     """How each array is cut in the checkpoint; arrays of `small` may be left out (one shard)."""
     pieces: Mapping[str, Grid] = field(default_factory=dict)
-    """The ranks' grids of arrays that `grids` has in one shard: each rank gives its rows to rank 0."""
+    """The ranks' grids of arrays that are one shard in `grids`: each rank passes its rows to rank 0."""
     small: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Arrays that rank 0 stores whole, in its values: module buffers, the client's tensors."""
     codec: Codec | None = None
@@ -102,11 +102,11 @@ class CheckpointBuilder:
         self.plan = plan
         self._files = files
         self._made: set[str] = set()
-        """Folders that were made."""
+        """Folders that have been created."""
         self._written: list[str] = []
         """Files that are not durable yet."""
         self._found: dict[int, str] = {}
-        """Digests of the manifests that were read, by rank."""
+        """Digests of the manifests read so far, by rank."""
         self.written_bytes = self.linked_bytes = 0
         """Bytes of the shard files in these manifests."""
 
@@ -122,7 +122,7 @@ class CheckpointBuilder:
 
     @cached_property
     def _layout(self) -> str:
-        """SHA-256, hex, of all arrays and how they are cut, except those that rank 0 stores whole: ranks with the same
+        """SHA-256, hex, of all arrays and how they are cut, except arrays that rank 0 stores whole: ranks with the same
         digest agree on every shard."""
         plan = self.plan
         names = sorted(plan.specs.keys() - plan.small.keys())
@@ -136,7 +136,7 @@ class CheckpointBuilder:
         return self.folder / path
 
     def _make_folder(self, folder: str) -> None:
-        """Make an array's folder, unless it was made for another file."""
+        """Create an array's folder, unless it was created for another file."""
         if folder not in self._made:
             self._files.make_folder(os.path.join(self.folder, folder))
             self._made.add(folder)
@@ -163,7 +163,7 @@ class CheckpointBuilder:
             rank_state=rank_state,
             layout=self._layout if outcome == COMPLETE else "",
         )
-        # Written atomically: rank 0 reads it as soon as it has its name.
+        # Written atomically: rank 0 reads it as soon as it has its final name.
         path = self.folder / manifest_file(rank)
         part = path.with_suffix(".part")
         self._files.write_small(part, manifest.encode(), sync=sync)
@@ -171,7 +171,7 @@ class CheckpointBuilder:
         self._files.rename(part, path)
 
     def _check_shards(self, rank: int, summaries: Sequence[ShardSummary]) -> None:
-        """Each rank checks its own shards: rank 0 alone could not check those of thousands of ranks."""
+        """Each rank checks its own shards: rank 0 could not check the shards of thousands of ranks."""
         stored = {each.array: each.file_bytes for each in summaries if each.shard == rank}
         unexpected = [(each.array, each.shard) for each in summaries if each.shard != rank]
         for name in self.plan.specs:
@@ -319,10 +319,10 @@ def reshard_checkpoint(
 ) -> Path:
     """Write `reader`'s checkpoint into `folder` under its tag, laid out for `world_size` ranks (default: as many as it has).
 
-    `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. Of the record only the layout
-    changes; the states of single ranks (RNG) are kept if the world size is, else left out. Memory is bounded. `advance` is
-    called with the bytes that were written, before compression; `before_commit` may put files into the tag's folder. Returns
-    the tag's folder. Raises CheckpointExistsError if `folder` has that tag.
+    `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. Of the record only
+    the layout changes; the states of single ranks (RNG) are kept if the world size is, else omitted. Memory is bounded.
+    `advance` is called with the bytes that were written, before compression; `before_commit` may put files into the
+    tag's folder. Returns the tag's folder. Raises CheckpointExistsError if `folder` has that tag.
     """
     record = reader.record
     world_size = record.world_size if world_size is None else world_size

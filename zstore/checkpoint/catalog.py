@@ -49,7 +49,7 @@ class TagInfo:
 
     @property
     def tag(self) -> str:
-        """The tag; for a folder that was renamed, the folder's name."""
+        """The tag; for a renamed folder, the folder's name."""
         own = parse_own_name(self.folder.name)
         folder = own[0] if own else self.folder.name
         return self.record.tag if tag_folder(self.record.tag) == folder else folder
@@ -209,7 +209,7 @@ def _set_aside(folder: Folder, name: str) -> TagInfo | None:
 
 
 def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
-    """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
+    """Return the checkpoint that `place` and `tag` select: a tag's folder, or a folder of checkpoints and one of its tags.
 
     A tag that no checkpoint has may be the number of a step, for `step-<number>`. Without a tag, or with `latest`, it is the
     checkpoint that the file `latest` names, else the newest; see `meant_of`. Raises CheckpointNotFoundError with the tags.
@@ -294,7 +294,7 @@ def newest_of(tags: Sequence[TagInfo]) -> TagInfo:
 
 
 def list_tags(place: FolderLike) -> Catalog:
-    """Return the catalog of a folder of checkpoints, or of a tag's folder alone."""
+    """Return the catalog of a folder of checkpoints, or of a single tag's folder."""
     folder = folder_at(place)
     info = _tag_at(folder)
     return scan(folder) if info is None else Catalog(tags=(info,), refusals=())
@@ -345,8 +345,8 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
 
 
 def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str = "") -> TagInfo | None:
-    """Return the checkpoint that a save to `tag` replaces: with `overwrite` any, otherwise one of the run `run`. Raises
-    CheckpointExistsError if it must not be replaced."""
+    """Return the checkpoint that a save to `tag` replaces: with `overwrite` any checkpoint, otherwise only one of run
+    `run`. Raises CheckpointExistsError if it must not be replaced."""
     folder, name = folder_at(place), tag_folder(tag)
     target = folder.location_of(name)
     try:
@@ -378,7 +378,7 @@ def replaced_text(info: TagInfo) -> str:
 
 
 def _is_in_use(folder: Folder, name: str) -> bool:
-    """Return whether the name is used; an empty local folder leaves it free."""
+    """Return whether the name is used; an empty local folder counts as free."""
     try:
         entries = folder.entries()
     except (FileNotFoundError, NotADirectoryError):

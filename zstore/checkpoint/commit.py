@@ -109,7 +109,7 @@ def _not_writable(folder: Path, number: int | None) -> StorageError:
 @contextlib.contextmanager
 def owner_is_dead(path: Path) -> Iterator[bool]:
     """Yield whether the save that made the lock file `path` has ended; a missing file is a dead save's. If so, the lock
-    is held during the block, so that no save of that name begins."""
+    is held during the block, so that no save of that name can begin."""
     try:
         fd = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -153,7 +153,7 @@ def owner_document(**more: str | int) -> bytes:
 
 
 def process_ended(owner: Mapping[str, Any]) -> bool:
-    """Return whether the process of a lock is one of this machine and has ended."""
+    """Return whether the process of a lock ran on this machine and has ended."""
     pid = int(owner["pid"])
     if owner["host"] != socket.gethostname():
         return False
@@ -183,7 +183,7 @@ class Committer:
         """Check that the save may begin; runs in the caller's thread, and changes nothing except that it makes `folder`.
 
         Returns the checkpoint that it will replace. Raises CheckpointExistsError for a committed tag (unless `overwrite`,
-        or it is one of the run `run`), StorageError if nothing can be made.
+        or it is one of the run `run`), StorageError if the folder cannot be created.
         """
         if not self.folder.is_dir():
             self._files.make_folder(self.folder)

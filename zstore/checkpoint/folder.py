@@ -160,8 +160,8 @@ def links_elsewhere(entry: Path) -> bool:
 class LocalFolder(Folder):
     """A folder on a local file system, below which only folders and regular files count.
 
-    `path` itself may be a link, as the user named it. `documents` are the bytes of small files that were read already, by path;
-    each is returned once.
+    `path` itself may be a link, as the user named it. `documents` are the bytes of small files that have already been
+    read, by path; each is returned once.
     """
 
     is_local = True

@@ -59,7 +59,7 @@ class Manifest:
     layout: str = ""
     """SHA-256, hex, of the arrays and cuts for which the rank stored all its shards."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
-    """JSON that belongs to this rank alone, such as the states of its random number generators."""
+    """JSON that belongs only to this rank, such as the states of its random number generators."""
     shards: tuple[ShardSummary, ...] = ()
 
     def encode(self) -> bytes:
@@ -160,7 +160,7 @@ class Record:
 
     @property
     def absent_parameters(self) -> list[str]:
-        """Frozen parameters that the save was asked to leave out."""
+        """Frozen parameters that the save was asked to omit."""
         names = self.state.get(ABSENT_KEY)
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 

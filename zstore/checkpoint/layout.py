@@ -103,7 +103,7 @@ def tag_text(tag: str | float) -> str:
 
 
 def step_tag(step: int) -> str:
-    """Return the tag of a checkpoint that was given no tag: `step-00000060`."""
+    """Return the default tag of a checkpoint: `step-00000060`."""
     return f"step-{step:08d}"
 
 
@@ -260,7 +260,7 @@ def _encode(specs: Sequence[ArraySpec], grids: Sequence[Grid], codec: Codec | No
 def parse_root(document: Mapping[str, Any], path: str) -> dict[str, tuple[str, ArraySpec, Grid, Codec | None]]:
     """Return (folder, spec, grid, codec) of every array by name, from the root's document read from `path`.
 
-    Raises CorruptionError if the document is not one that a checkpoint has, CheckpointMismatchError for arrays that
+    Raises CorruptionError if the document cannot belong to a checkpoint, CheckpointMismatchError for arrays that
     are cut or coded in another way.
     """
     consolidated = document.get("consolidated_metadata")

@@ -1,9 +1,9 @@
 """One rank's part of a save: the request, its shard files, and its pieces of arrays that rank 0 stores.
 
 [Note: links of unchanged shards]
-A shard that no pass changed has the version that it had when it was saved. Its file is then linked from that checkpoint, if it
-is still the same file and the values in memory have its checksums: any code with a parameter may have written to its memory
-without a pass. Otherwise the shard is written.
+A shard that no pass has changed since a save still has the version of that save. Its file is then linked from that
+checkpoint, if it is still the same file and the values in memory have its checksums: any code with a parameter may have
+written to its memory without a pass. Otherwise the shard is written.
 
 [Note: pieces]
 An array under 64 KiB has no file for each rank: a shard file of a few rows takes 8 KiB, and a model has hundreds of such
@@ -148,7 +148,7 @@ class SaveRequest(CheckpointPlan):
     pins: Mapping[str, PinnedShard]
     """This rank's pinned shards by array name."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
-    """JSON of this rank alone, such as its RNG states."""
+    """JSON of only this rank, such as its RNG states."""
     record: Mapping[str, Any] = field(default_factory=dict)
     """JSON of the whole run; only rank 0's is stored."""
     keep: Keep | None = None
@@ -171,7 +171,7 @@ class SaveRequest(CheckpointPlan):
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     num_threads: int = 8
-    """Shards published at a time."""
+    """Shards published concurrently."""
 
     @property
     def written_bytes(self) -> int:

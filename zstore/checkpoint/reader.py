@@ -77,7 +77,7 @@ class StoredArray:
 class ArraySource(Closing):
     """Named arrays and the state of the run that they belong to. Close it, or use it in a `with` block.
 
-    Usable from any thread except an I/O thread. Names are those of our format: `model/...` (weights in their best
+    Usable from any thread except an I/O thread. Names follow our format: `model/...` (weights in their best
     precision), `optimizer/<slot>/...`, `buffer/...`, `client/...`.
     """
 
@@ -109,7 +109,7 @@ class ArraySource(Closing):
         self.resources: IoResources = resources or self._cleanup.enter_context(open_resources(num_threads=num_threads))
         """Threads and buffers; released by `close` unless the caller passed them."""
         self.is_forked = False
-        """Whether this is a forked child of the process that opened it, in which nothing is read."""
+        """Whether this is a forked child of the process that opened it; a child reads nothing."""
         notify_of_fork(self)
 
     def _forked(self) -> None:
@@ -170,7 +170,7 @@ class ArraySource(Closing):
         return self.arrays[name]
 
     def names(self) -> list[str]:
-        """Return the names of all arrays, those with numbers in the order of the numbers."""
+        """Return the names of all arrays, numbered names in the order of the numbers."""
         return sorted(self.arrays, key=natural_key)
 
     def known(self, name: str) -> StoredArray:

@@ -1,4 +1,4 @@
-"""Retention: the rules by which checkpoints are kept, their outcome for a folder, and the removal of the others.
+"""Retention: the rules for keeping checkpoints, their outcome for a folder, and the removal of the others.
 
 [Note: what stays]
 A checkpoint is kept for any of these reasons; the others are removed.

@@ -3,10 +3,10 @@
 [Note: who does what]
 On every rank, in one background thread and without collectives:
     publish the pins (links or copies), read-only and durable; release each; write the manifest, last.
-On rank 0 also: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for every
-rank's manifest; assemble the arrays that it stores whole (see [Note: pieces]); call `before_commit`; commit.
-The others wait for the commit, so that `wait()` has the same outcome on every rank. A rank that fails writes a manifest that
-says so; rank 0 then aborts and leaves `abort.json` for the others.
+On rank 0 also: create the temporary folder first, which the others wait for; write metadata and the small arrays; wait
+for every rank's manifest; assemble the arrays that it stores whole (see [Note: pieces]); call `before_commit`; commit.
+The others wait for the commit, so that `wait()` has the same outcome on every rank. A rank that fails writes a manifest
+that says so; rank 0 then aborts and leaves `abort.json` for the others.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Save:
     """The save of one rank, into a folder that all ranks see. See [Note: who does what]."""
 
     keeps_local_files = True
-    """Whether this rank's files remain in its folder, and so are made durable."""
+    """Whether this rank's files remain in its folder, so they are made durable."""
 
     def __init__(self, request: SaveRequest, save_id: str | None = None, num_threads: int | None = None) -> None:
         self._request = request
@@ -261,7 +261,7 @@ class Save:
         return chain(first, in_turn(tasks, self._part.metadata_tasks()))
 
     def _sync(self, workers: Workers) -> None:
-        """Make the files that were written durable; rank 0 leaves it to its commit if one flush is enough."""
+        """Make the written files durable; rank 0 leaves this to its commit if one flush is enough."""
         if self._flush is not None:
             if self._request.rank:
                 self._flush.sync()

@@ -75,7 +75,7 @@ def verify_checkpoint(
 def _metadata_tasks(reader: CheckpointReader) -> list[Callable[[], list[VerifyFault]]]:
     """Return tasks that check the metadata of all levels, to be run while the drive reads shards."""
     folders = [*reader.documents["consolidated_metadata"]["metadata"]]
-    # Behind a URL they are requested at once.
+    # From a URL they are requested concurrently.
     step = _FILES_AT_A_TIME if reader.folder.is_local else max(1, len(folders))
     batches = [folders[first : first + step] for first in range(0, len(folders), step)]
     return [partial(_check_metadata, reader, batch) for batch in batches]

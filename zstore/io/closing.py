@@ -6,7 +6,7 @@ atexit, then stops all other threads. From 3.12 on no thread can be started in a
 then uses threads from before, or the calling thread:
 
 - work that must be completed (a save, an upload) runs by `run_to_the_end`, in a thread that is no daemon, and is
-  known to `Completions`: after Ctrl-C Python no longer waits for such threads. A failure that was not reported makes the exit
+  known to `Completions`: after Ctrl-C Python no longer waits for such threads. An unreported failure makes the exit
   code non-zero;
 - threads that help are made by `start_threads`, which makes fewer if no more can be started; callers do without. Once they were
   stopped, `join_threads` does not wait for them;
@@ -71,14 +71,14 @@ def start_threads(number: int, target: Callable[[], None], name: str) -> list[th
 
 
 def join_threads(threads: Sequence[threading.Thread]) -> None:
-    """Wait until the threads ended; at the end of the interpreter, which stopped them, return at once."""
+    """Wait until the threads have ended; at interpreter shutdown, which stops them, return at once."""
     if not sys.is_finalizing():
         for thread in threads:
             thread.join()
 
 
 def run_to_the_end(task: Callable[[], None], name: str) -> None:
-    """Run `task` in a separate thread for which the interpreter waits at its end; when no thread can be started any more,
+    """Run `task` in a separate thread that the interpreter waits for at exit; when no thread can be started any more,
     run it here."""
     if not _started(threading.Thread(target=task, name=name, daemon=False)):
         task()
@@ -100,7 +100,7 @@ _EXIT_CODE = 120
 """Python's own for failures while it ends."""
 _numbers = itertools.count()
 _open: dict[int, weakref.finalize[..., Any]] = {}
-"""Finalizers that the end of the program calls, in the order in which their owners were opened."""
+"""Finalizers called at the end of the program, in the order in which their owners were opened."""
 _all_completions: list[Completions] = []
 
 
@@ -116,7 +116,7 @@ def closing_with(owner: object, close: Callable[..., object], *args: object) -> 
     """Return a finalizer that calls `close(*args)` once, when it is called, when `owner` is collected, or when the
     program ends: the last one opened is closed first.
 
-    Not at the end of a child process that was forked: its parent's objects are not its own.
+    Not at the end of a forked child process: its parent's objects are not its own.
     """
     finalizer = weakref.finalize(owner, close, *args)
     finalizer.atexit = False
@@ -178,7 +178,7 @@ _in_forked_child(_forked)
 
 
 def program_ended() -> bool:
-    """Return whether the main thread has run its last line, so that no caller can get an error."""
+    """Return whether the main thread has run its last line, so that no caller can receive an error."""
     main = threading.main_thread()
     frame = sys._current_frames().get(main.ident or 0)
     while frame is not None and frame.f_back is not None:
@@ -231,7 +231,7 @@ class Completions:
                 self._failed.pop(key, None)
 
     def _join_multiprocessing(self) -> None:
-        """Be called by multiprocessing, too, at the end of a child: it ends those that it forked by `os._exit`."""
+        """Register with multiprocessing too, for the end of a child: it ends forked children with `os._exit`."""
         process = sys.modules.get("multiprocessing.process")
         if process is None or process.parent_process() is None or self._child == os.getpid():
             return
@@ -312,8 +312,8 @@ def wait_until(
 ) -> T:
     """Return what `ready()` returns, once that is true; look again after pauses that double, beginning with 1 ms.
 
-    `check` raises if waiting has become pointless; `pause` sleeps for so many seconds, or until something else ends it.
-    Raises CheckpointError with the text of `failure()` after `timeout_s` seconds.
+    `check` raises if waiting has become pointless; `pause` sleeps for the given seconds, or until something else ends
+    it. Raises CheckpointError with the text of `failure()` after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = _MIN_PAUSE_S
@@ -330,7 +330,7 @@ def wait_until(
 def interrupts_wait() -> Iterator[None]:
     """Let a SIGINT received during the block take effect at its end; for blocks of milliseconds.
 
-    Python runs handlers in the main thread alone, so in other threads this does nothing.
+    Python runs handlers only in the main thread, so in other threads this does nothing.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:

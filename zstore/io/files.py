@@ -8,7 +8,7 @@ and so injects short transfers and errors below the code that must resume or rep
 Small files cost more flushes than bytes. `syncfs` makes durable all that was written to a file system before it, by any process
 of the machine: files, their names and the folders. It also writes what other programs left in the page cache, so it is used
 only if that is little. It reports an error of any earlier write since its descriptor was opened (Linux 5.8 and later), so that
-is opened before the first file is written. Local file systems of one machine alone are known to do all this.
+is opened before the first file is written. Only local file systems of one machine are known to do all this.
 """
 
 from __future__ import annotations
@@ -247,11 +247,11 @@ class Files:
         self._reported("unlink", "cannot remove the file", path, partial(os.unlink, path), missing_ok=True)
 
     def make_folder(self, path: str | Path) -> None:
-        """Make the folder and those above it; an existing one is no error."""
+        """Create the folder and its parents; an existing folder is not an error."""
         self._reported("make_folder", "cannot create the folder", path, partial(_make_folder, path))
 
     def remove_tree(self, path: str | Path) -> None:
-        """Remove the folder and all in it; a missing one is no error."""
+        """Remove the folder and its content; a missing folder is not an error."""
         self._reported("remove_tree", "cannot remove the folder", path, partial(shutil.rmtree, path), missing_ok=True)
 
     def sync_folder(self, path: str | Path) -> None:
@@ -266,7 +266,7 @@ class Files:
     def _reported(
         self, kind: Kind, problem: str, path: str | Path, operation: Callable[[], object], *, missing_ok: bool = False
     ) -> None:
-        """Carry out an operation on `path`; if it fails, raise a StorageError that says so."""
+        """Run an operation on `path`; if it fails, raise a StorageError that says so."""
         try:
             self._do(kind, os.fspath(path), operation)
         except OSError as error:
@@ -404,7 +404,7 @@ class Flush:
     @classmethod
     def of(cls, files: Files, folder: str | Path) -> Flush | None:
         """Return a flush for `folder`; None if its files are better made durable one by one."""
-        with contextlib.suppress(OSError):  # no /proc, or a folder that was removed: a write to it will fail
+        with contextlib.suppress(OSError):  # no /proc, or a removed folder: a write to it will fail
             if _sync_call() and _is_local(os.stat(folder).st_dev) and _num_dirty_bytes() <= files.max_dirty_bytes:
                 return cls(files, folder)
         return None
@@ -444,7 +444,7 @@ def _sync_call() -> bool:
 
 @cache
 def _is_local(device: int) -> bool:
-    """Return whether `device` has a file system of this machine alone."""
+    """Return whether `device` has a file system used only by this machine."""
     number = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         mounts = (line.split() for line in file)

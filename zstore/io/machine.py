@@ -40,7 +40,7 @@ def num_cores() -> int:
 
 
 def helpful_threads(nbytes: int, num_files: int) -> int:
-    """Return how many threads, besides the caller's, a write of so many files with so many bytes in all is worth.
+    """Return how many threads, besides the caller's, a write of this many files with this many bytes in all is worth.
 
     Starting one takes as long as writing a small file, and each system call releases the GIL.
     """
@@ -69,7 +69,7 @@ class Workers(Closing):
         """Run all tasks, each taken from the iterable when a thread is free, and return their results in order; must not be
         called from a task. With `here` the caller runs some of them.
 
-        The first error stops those that have not begun, and is raised when the others ended.
+        The first error stops tasks that have not begun, and is raised when the others have ended.
         """
         batch = iter(tasks)
         results: list[T | None] = []
@@ -176,7 +176,7 @@ class LastingExecutor(ThreadPoolExecutor):
 
 
 def in_turn(first: Iterable[T], second: Iterable[T]) -> Iterator[T]:
-    """Yield all of both, each in order, one of each as long as there are some."""
+    """Yield all items of both, each in order, alternating while both have some."""
     return (each for pair in zip_longest(first, second) for each in pair if each is not None)
 
 
@@ -243,7 +243,7 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def resident_bytes() -> int:
-    """Return the bytes that this process has resident; if the system does not say, the most that it had."""
+    """Return the bytes that this process has resident; if the system does not say, the peak."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * mmap.PAGESIZE
@@ -253,7 +253,7 @@ def resident_bytes() -> int:
 
 def most_resident_bytes() -> int:
     """Return the most bytes that this process had resident."""
-    import resource  # of Unix alone, as this function
+    import resource  # only on Unix, like this function
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES
 

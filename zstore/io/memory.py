@@ -88,7 +88,7 @@ class Budget:
 
 
 class Slabs:
-    """Reusable slabs of `nbytes` each; as many are made as are in use at a time."""
+    """Reusable slabs of `nbytes` each; created as needed for concurrent use."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -109,7 +109,7 @@ class Slabs:
 
 
 class Rooms:
-    """Memory that `make` made, used again once the array that was taken, and all views and tensors of it, were freed.
+    """Memory from `make`, reused once the array taken, and all views and tensors of it, have been freed.
     For any thread."""
 
     def __init__(self, make: Callable[[int], Bytes]) -> None:
@@ -218,7 +218,7 @@ class Pool:
         if wanted > self.nbytes:
             if self._oversized_bytes:
                 return None
-            slab = make_slab(wanted)  # first: if this fails, nothing was taken
+            slab = make_slab(wanted)  # first: if this fails, nothing has been taken
             self._oversized_bytes = wanted
             self._count(wanted)
             return Buffer(self, slab[:nbytes], -1, wanted)
@@ -262,8 +262,8 @@ def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def map_large_blocks() -> None:
     """Let the C library give each block of a MiB or more back to the system when it is freed, once for the process.
 
-    By itself glibc keeps blocks up to 32 MiB for later as soon as one was freed, for each thread. Blocks that one thread
-    makes and another frees, such as gradients, then take half as much memory again as is ever in use.
+    By default glibc keeps blocks up to 32 MiB for later as soon as one has been freed, for each thread. Blocks that one
+    thread makes and another frees, such as gradients, then take half as much memory again as is ever in use.
     """
     mallopt = _c_function("mallopt", ctypes.c_int, ctypes.c_int)
     if mallopt is not None:
@@ -281,7 +281,7 @@ def advise_huge_pages(address: int, nbytes: int) -> None:
 
 
 def return_free_memory() -> None:
-    """Give memory that was freed back to the system: the C library keeps freed blocks between others."""
+    """Return freed memory to the system: the C library keeps freed blocks between others."""
     trim = _c_function("malloc_trim", ctypes.c_size_t)
     if trim is not None:
         trim(0)
@@ -376,15 +376,15 @@ def _make_pages(slab: Bytes) -> None:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Make the pages of memory, if the kernel can (from Linux 5.14 on); the first write to each makes the others."""
+    """Populate the pages of memory, if the kernel can (from Linux 5.14 on); otherwise the first write to each does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 
 
 def _let_forks_have(address: int, nbytes: int, shared: bool) -> None:
-    """Let processes that are forked have memory, or not: of pinned pages the kernel makes a copy for each, at once."""
+    """Let forked processes have the memory, or not: the kernel copies pinned pages for each of them, immediately."""
     advice = getattr(mmap, "MADV_DOFORK" if shared else "MADV_DONTFORK", None)
-    if advice is not None and nbytes >= HUGE_PAGE_BYTES:  # smaller slabs have pages that others use too
+    if advice is not None and nbytes >= HUGE_PAGE_BYTES:  # smaller slabs share pages with other memory
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
@@ -410,7 +410,7 @@ def _cuda_runtime() -> Any:
 
 
 def dtype_name(dtype: torch.dtype, entry: str | None = None) -> str:
-    """Return the Zarr name of a torch data type. Raises UsageError, that names `entry`, for one that is not stored."""
+    """Return the Zarr name of a torch data type. Raises UsageError naming `entry` for an unsupported type."""
     name = str(dtype).removeprefix("torch.")
     try:
         numpy_dtype(name)

@@ -185,7 +185,7 @@ class QueueStatistics:
     blocked_s: float
     """Time that producers waited for room in the queue."""
     subjects: Mapping[str, LinkStatistics]
-    """By priority name and subject, as "read optimizer"; only those that occurred."""
+    """By priority name and subject, as "read optimizer"; only the ones that occurred."""
 
     def of(self, *priorities: Priority) -> LinkStatistics:
         """Return the sums over all subjects."""
@@ -196,7 +196,7 @@ class QueueStatistics:
 class IoQueue:
     """`num_threads` threads that carry out operations, lowest priority value first, in order within a priority.
 
-    At most `depth` operations wait; a producer of one more blocks. Operations must not submit others.
+    At most `depth` operations wait; submitting one more blocks. Operations must not submit others.
     """
 
     def __init__(self, num_threads: int = 4, depth: int = 64) -> None:
@@ -338,7 +338,7 @@ class LinkCounters:
             counts.bytes += nbytes
 
     def busy(self, link: str, seconds: float) -> None:
-        """Count the time of an operation that was begun."""
+        """Count the time of an operation."""
         with self._lock:
             self._counts.setdefault(link, LinkStatistics()).busy_s += seconds
 
@@ -372,6 +372,6 @@ class LinkCounters:
                 self.stalled(link, cause, seconds)
 
     def statistics(self) -> dict[str, LinkStatistics]:
-        """Return the counters of every link that was used."""
+        """Return the counters of every link used."""
         with self._lock:
             return {link: replace(counts, stall_s=dict(counts.stall_s)) for link, counts in self._counts.items()}

@@ -72,7 +72,7 @@ class IoResources:
     verify: bool = True
     """Check the crc32c of every chunk that is read."""
     sync: bool = True
-    """Shard files are durable when they are made; else their maker flushes many at once."""
+    """Shard files are durable when created; else their creator flushes many at once."""
 
     @property
     def request_bytes(self) -> int:
@@ -113,7 +113,7 @@ class ShardSummary:
     crcs: tuple[int, ...]
     """crc32c of each present chunk's payload, in chunk order."""
     linked: bool = False
-    """True if the file is a hard link to one that was there: no bytes were written."""
+    """True if the file is a hard link to an existing one: no bytes were written."""
 
 
 def make_shard_file(res: IoResources, path: str | Path, layout: ShardLayout, *, index: bool = True) -> None:
@@ -179,7 +179,7 @@ class ShardWriter:
 
     @property
     def is_tiny(self) -> bool:
-        """The file is written faster than an I/O thread takes it up."""
+        """The file is written faster than an I/O thread would start on it."""
         return self._layout.num_present > 0 and self._layout.file_bytes <= _TINY_BYTES
 
     def write_tiny(self, fill: Fill | FillRuns) -> ShardSummary:
@@ -198,7 +198,7 @@ class ShardWriter:
 
     @property
     def is_small(self) -> bool:
-        """The file is one request, by which `create` makes it, and durable if the resources say so."""
+        """The file is one request, issued by `create`, and durable if the resources request it."""
         return self._begins_with_index and self._layout.num_present <= self._res.span_chunks(self._layout)
 
     @property
@@ -230,7 +230,7 @@ class ShardWriter:
         self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns, *, index: bool = False, here: bool = False
     ) -> list[Ticket[list[int]]]:
         """Return tickets for the parts of chunks that are written; with `index`, it is written with chunk 0, and a file of one
-        request is made by that."""
+        request creates it."""
         res, rest = self._res, None
         if isinstance(fill, FillRuns) and fill.memory is not None and res.files.takes_parts:
             rest = partial(self._at_rest, fill)
@@ -384,7 +384,7 @@ class ShardReader:
         return index
 
     def expect(self, crcs: Sequence[int]) -> None:
-        """Require these checksums, by chunk, from now on: those that a manifest names."""
+        """Require these checksums, by chunk, from now on: the ones in a manifest."""
         self._expected = crcs
 
     def place(self, chunk: int) -> tuple[int, int]:

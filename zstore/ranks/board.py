@@ -2,7 +2,7 @@
 
 [Note: cutting]
 Nothing in torch.distributed cancels a gloo collective: `abort` and `shutdown` leave it blocked, and destroying a
-group waits for it. A connection that is shut down ends it at once, here and on the rank at its other end. To find the
+group waits for it. Shutting down a connection ends it at once, here and on the rank at its other end. To find the
 connections between two ranks, all ranks compare theirs: each is in two lists, with its ends swapped. If the system does
 not list a process's descriptors (other than Linux), there is nothing to cut.
 """
@@ -41,7 +41,7 @@ class Board:
 
     @staticmethod
     def connect(name: str) -> Board:
-        """Return the ranks' board `name`, on a separate connection to the store by which they found each other."""
+        """Return the ranks' board `name`, on a separate connection to the store of their rendezvous."""
         import torch.distributed as torch_dist
 
         shared: Any = torch_dist.distributed_c10d._get_default_store()
@@ -80,7 +80,7 @@ class Board:
             return b"".join([data, *more])
 
     def add(self, key: str, number: int) -> int:
-        """Return the number of a key, first 0, after adding `number` to it; keys of numbers are no others'."""
+        """Return the number of a key, first 0, after adding `number` to it; number keys are used for nothing else."""
         with self._lock:
             return int(self._store.add(key, number))
 
@@ -117,7 +117,7 @@ class Connections:
         self._known: set[Ends] = set()
 
     def listed(self) -> list[Ends]:
-        """Return this process's TCP connections, without those to the store."""
+        """Return this process's TCP connections, except connections to the store."""
         return [ends for _, ends in _open_connections() if self.store_port not in ends]
 
     def learn(self, everyone: Sequence[Sequence[Sequence[str | int]]], rank: int) -> None:
@@ -131,16 +131,16 @@ class Connections:
         return {ends for _, ends in _open_connections() if ends in self._known}
 
     def cut(self, *, store: bool = False) -> None:
-        """Shut those to other ranks, or to the store, down: all waits on them fail."""
+        """Shut down the connections to other ranks, or to the store: all waits on them fail."""
         for connection, ends in _open_connections():
             if ends[3] == self.store_port if store else ends in self._known:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def give_up_store(self, silent_s: float) -> None:
-        """End those to the store once the machine at the other end has not answered for so long.
+        """End the connections to the store once the machine at the other end has not answered for `silent_s`.
 
-        Otherwise a request to a machine that was lost waits a quarter of an hour, or for ever if all was sent before.
+        Otherwise a request to a lost machine waits a quarter of an hour, or forever if everything had been sent before.
         """
         pause_s = max(1, round(silent_s / 9))
         for connection, ends in _open_connections():

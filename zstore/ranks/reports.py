@@ -1,4 +1,4 @@
-"""What ranks report of themselves, regularly and when one of them failed, and what follows from the reports of all.
+"""What ranks report about themselves, regularly and when one of them has failed, and the verdict on all reports.
 
 [Note: sound or broken]
 A call that raised on every rank after the same number of collectives leaves the ranks in step: each raises its own
@@ -57,11 +57,11 @@ class RankReport:
     details: str = ""
     """The traceback of the error, or the main thread's current stack."""
     lost: str | None = None
-    """Why it can no longer talk to the others."""
+    """Why it can no longer communicate with the others."""
     left: bool = False
     """It closed its engine."""
     final: bool = False
-    """No handler takes the error."""
+    """No handler catches the error."""
 
     def joined(self, later: RankReport) -> RankReport:
         """Return the report of both: an error stays known when a collective fails because of it."""
@@ -101,7 +101,7 @@ def judge(reports: Mapping[int, RankReport], world_size: int, waited_s: float) -
     if missing and waited_s < ABSENT_S:
         return None
     if missing or any(report.lost is not None or report.final for report in present):
-        # A last rank, after all others left, needs no agreement.
+        # The last rank, after all others have left, needs no agreement.
         return Outcome.SOUND if len(present) <= 1 and not missing and errors else Outcome.BROKEN
     if len(errors) == len(present) and len({report.entered for report in present}) == 1:
         return Outcome.SOUND

@@ -63,7 +63,7 @@ _ANSWER_S = ABSENT_S + SAME_S + 5
 
 
 class WatchState(Enum):
-    """What this rank knows of the run."""
+    """What this rank knows about the run."""
 
     UNWATCHED = "unwatched"
     """Not started: an error affects only this rank's call."""
@@ -272,7 +272,7 @@ class Watch:
                     self._resolve()
                     self._incident += 1
         except RuntimeError:
-            # The board is lost, with the process that hosts it. Calls that need the others will fail.
+            # The board is lost, with the process that hosts it. Calls that need other ranks will fail.
             if self._alarm is not None:
                 self._break_without_board()
         finally:

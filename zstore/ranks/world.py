@@ -11,7 +11,7 @@ With groups of k consecutive ranks (a machine's, or those that share one copy of
 of group r // k. `within` is the world of its group, `between` the world of the ranks with its place in every group, in the
 order of the groups. A group may have any number of ranks; k is best the number of devices with a fast link.
 
-Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs alone.
+Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs on one rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return values, 1-D, on the device, for which the host does not wait."""
+    """Return values, 1-D, on the device, without waiting on the host."""
     data = torch.tensor(values, dtype=dtype)
     return data.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data
 
@@ -54,7 +54,7 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 class Work:
     """A running collective, which counts how long it took and how long callers waited for it; None has nothing to do.
 
-    On CUDA a wait stalls the stream and not this thread, so the time counted there is the host's alone.
+    On CUDA a wait stalls the stream and not this thread, so the time counted there is only the host's.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class World:
     local_world_size: int = 1
     """Number of ranks on this machine."""
     backend: str | None = None
-    """Backend of the collectives on `device` ("gloo", "nccl"); None alone."""
+    """Backend of the collectives on `device` ("gloo", "nccl"); None on a single rank."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """The device of tensors in the backend's collectives."""
     group: torch_dist.ProcessGroup | None = None
@@ -153,11 +153,11 @@ class World:
     def release(self) -> None:
         """Destroy the process group that `second` made, once no collective on it is running; a second call does nothing.
 
-        Its threads end here. Left to the interpreter's end, one that still has a tensor would abort the process.
+        Its threads end here. Left to interpreter shutdown, a thread that still has a tensor would abort the process.
         """
         group, self.group = self.group, None
         if group is not None and self.watch.failed is None:
-            with suppress(ValueError):  # the process group of all ranks, and this one with it, was destroyed
+            with suppress(ValueError):  # the process group of all ranks, and with it this one, has been destroyed
                 torch_dist.destroy_process_group(group)
 
     @property
@@ -184,7 +184,7 @@ class World:
     def calling(self, phase: str, *, meeting: str | None = None) -> Iterator[None]:
         """Name this rank's task in the block; an error that escapes from it on one rank fails all.
 
-        `meeting` names a call that scripts may make on one rank alone, by mistake: it begins once all ranks are in it.
+        `meeting` names a call that scripts may by mistake make on one rank only: it begins once all ranks are in it.
         """
         watch = self.watch
         if watch.activity.phase or watch.state is WatchState.UNWATCHED:
@@ -251,7 +251,7 @@ class World:
 
     @contextmanager
     def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
-        """Enter a collective, or wait for one that was entered; if it fails, raise the watch's account of it."""
+        """Enter a collective, or wait for an entered one; if it fails, raise the watch's account of it."""
         watch, activity = self.watch, self.watch.activity
         if enters:
             watch.raise_if_broken()
@@ -288,7 +288,7 @@ class World:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Replace the values of `tensor` by rank `source`'s."""
         if self.world_size > 1 and tensor.numel():
-            # On the device of the backend's collectives; a model may be built on the host, and NCCL sends the device's alone.
+            # On the device of the backend's collectives; a model may be built on the host, and NCCL sends device tensors.
             whole = plain_memory(tensor.to(self.device))
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
             flat = whole.view(-1).view(torch.uint8)
@@ -297,7 +297,7 @@ class World:
                 tensor.copy_(whole)
 
     def transfer(self, tensor: torch.Tensor, source: int, target: int) -> None:
-        """Replace the values of rank `target`'s `tensor`, contiguous, by rank `source`'s; those two call it."""
+        """Replace the values of rank `target`'s `tensor`, contiguous, with rank `source`'s; only these two call it."""
         if source == target or not tensor.numel():
             return
         flat, sends = tensor.view(-1).view(torch.uint8), self.rank == source
@@ -314,7 +314,7 @@ class World:
             self._run(kind, (self.world_size - 1) * mine.nbytes, self._gather(out, mine))
 
     def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
-        """Do as `all_gather`, but return at once; the caller must keep both and not touch them until the work is
+        """Like `all_gather`, but return at once; the caller must keep both and not touch them until the work is
         done."""
         if self.world_size == 1:
             out.copy_(mine)
@@ -335,7 +335,7 @@ class World:
         return self._start(kind, sent_bytes, exchange if send.numel() else None)
 
     def all_reduce(self, tensor: torch.Tensor, *, kind: Kind) -> Work:
-        """Replace `tensor`, contiguous, by its sum over ranks, by the backend's own reduction. Returns at once.
+        """Replace `tensor`, contiguous, with its sum over ranks, by the backend's own reduction. Returns at once.
 
         The caller must keep it and not touch it until the work is done.
         """
@@ -352,7 +352,7 @@ class World:
         return self._start(kind, sent_bytes, reduce if send.numel() else None)
 
     def _run(self, kind: Kind, sent_bytes: int, collective: Callable[..., Any], target: int | None = None) -> None:
-        """Run a collective for which the caller waits; with `target`, one that sends to this rank alone."""
+        """Run a collective that the caller waits for; with `target`, one that sends only to this rank."""
         self._count_reach(kind, sent_bytes, target)
         with self.links.moving(kind, sent_bytes), self._within(kind, enters=target is None):
             collective()
@@ -368,7 +368,7 @@ class World:
         return Work(work, self.links, kind, partial(self._within, kind, enters=False))
 
     def _count_reach(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
-        """Count bytes sent to all others alike, or to rank `target`, by whether it leaves this rank's group."""
+        """Count bytes sent to all others equally, or to rank `target`, by whether it is outside this rank's group."""
         if self.near_ranks is None or self.world_size == 1 or kind == "control":
             return
         size = self.near_ranks + 1
@@ -401,7 +401,7 @@ def make_groups(world: World, size: int) -> tuple[World, World]:
 
 
 def _one_of(groups: Sequence[range], world: World, *, near_ranks: int) -> World:
-    """Return the world of the one of `groups`, all of one size, with this rank; all ranks make them in the same order."""
+    """Return the world of this rank's group of `groups`, all of one size; all ranks create them in the same order."""
     size = len(groups[0])
     made = [torch_dist.new_group(list(ranks)) if size > 1 else None for ranks in groups]
     mine, group = next((ranks, group) for ranks, group in zip(groups, made, strict=True) if world.rank in ranks)

@@ -2,8 +2,8 @@
 the operations of an upload.
 
 [Note: requests]
-Each operation is a request of tens of milliseconds, so many run at a time, and none is redundant. A failed request is retried
-(`Retries`). Listings are never taken from fsspec's cache: other machines write there too.
+Each operation is a request of tens of milliseconds, so many run concurrently, and none is redundant. A failed request
+is retried (`Retries`). Listings are never taken from fsspec's cache: other machines write there too.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ PART_BYTES = 8 * 1024 * 1024
 _MAX_PARTS = 9000
 """S3 accepts 10,000: larger files have larger parts."""
 _NUM_SMALL = 16
-"""Small files read at a time."""
+"""Small files read concurrently."""
 _NUM_LOOKUPS = 4
-"""Hosts looked up at a time, at most."""
+"""Hosts looked up concurrently, at most."""
 _WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "memory"})
 
 
@@ -106,7 +106,7 @@ class UrlFolder(Folder):
         return f"{self.location}/{file}"
 
     def file_at(self, location: str) -> str:
-        """Return the file in it for which `location_of` gives `location`."""
+        """Return the file in it whose `location_of` is `location`."""
         return location[len(self.location) + 1 :]
 
     def read_small(self, file: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -121,7 +121,7 @@ class UrlFolder(Folder):
         """Do nothing: a URL has no links."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
-        """Read them, many at a time."""
+        """Read them, many concurrently."""
         if len(files) < 2:
             return super().read_all(files)
         with Workers(min(_NUM_SMALL, len(files)), "zstore-remote") as workers:
@@ -307,7 +307,7 @@ class BucketFolder(UrlFolder):
             self._run(lambda: self.fs.rm_file(inner), "remove", file)
 
     def remove_tree(self, name: str) -> None:
-        """Remove all files below the folder `name` in it; a missing one is not an error."""
+        """Remove all files below the folder `name` in it; a missing folder is not an error."""
         inner = self._inner(name)
         with contextlib.suppress(*MISSING):
             self._run(lambda: self.fs.rm(inner, recursive=True), "remove the folder", name, listing=inner)
@@ -317,7 +317,7 @@ def open_bucket(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> BucketFolder:
     """Return the folder at `url`; `storage_options` are options of the fsspec file system. No request is made. Raises
-    UsageError if no file system is known or installed for the URL, or it does not take the options."""
+    UsageError if no file system is known or installed for the URL, or it rejects the options."""
     import fsspec
 
     url = re.sub(r"(?<![:/])/+\Z", "", url)

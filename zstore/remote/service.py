@@ -42,7 +42,7 @@ T = TypeVar("T")
 TOKEN_VARIABLE = "ZSTORE_TOKEN"
 _TOKEN_ADVICE = f'storage_options={{"token": "..."}}, --storage-option token=..., or the variable {TOKEN_VARIABLE}'
 _MAX_CONNECTIONS = 32
-"""Connections kept open; more are made if more threads ask."""
+"""Connections kept open; more are opened if more threads need them."""
 _MAX_PROBLEM_BYTES = 64 * 1024
 """Bytes read of an answer that identifies the server, or describes a problem."""
 _CONNECT_S = 10.0
@@ -161,7 +161,7 @@ class ServiceConnection:
 
 
 def _refusal(answer: ServiceAnswer, url: str, *, has_token: bool) -> Exception:
-    """Return the error of an answer's status: one of ours, or ServiceBusyError if the request may be repeated."""
+    """Return the error of an answer's status: one of zstore's, or ServiceBusyError if the request may be repeated."""
     problem = _text_of_problem(answer.data)
     text = f"{url}: {problem or f'the answer was {answer.status}'}"
     if answer.status == 401:

@@ -74,7 +74,7 @@ from .service import ServiceBusyError, ServiceFolder
 
 Advance = Callable[[int], None]
 NUM_THREADS = 4
-"""Files that one process uploads at a time; to a bucket each takes about three parts of 8 MiB in memory."""
+"""Files that one process uploads concurrently; to a bucket each takes about three parts of 8 MiB in memory."""
 
 
 def local_files(reader: CheckpointReader) -> dict[str, int]:
@@ -181,8 +181,8 @@ class BucketTarget:
         return messages
 
     def discard(self, *, ended: bool) -> None:
-        """Remove the uploaded files; those that cannot be removed now, or arrive later, are swept by the next save. Never
-        raises. `ended`: no rank sends any more."""
+        """Remove the uploaded files; files that cannot be removed now, or arrive later, are swept by the next save.
+        Never raises. `ended`: no rank sends any more."""
         with contextlib.suppress(OSError, ZstoreError):
             # Without its lock, the folder may belong to a user or to another upload.
             if self.facts and self.folder.has(self._lock) and not self.stage.has(RECORD_FILE):
@@ -248,7 +248,7 @@ def remover(place: Folder) -> Callable[[TagInfo], None]:
 
 
 def remove_checkpoint(folder: BucketFolder, info: TagInfo) -> None:
-    """Remove a checkpoint in `folder` so that at no instant half of it looks like one."""
+    """Remove a checkpoint in `folder` so that a partial one never looks like a checkpoint."""
     name = info.folder.name
     own = parse_own_name(name)
     lock = own_name(own[0] if own else name, LOCK, own[2] if own else new_save_id())
@@ -263,7 +263,7 @@ _COMMIT_S = 1800.0
 _MAX_CORRUPT = 3
 """Times that a file may arrive corrupted: after that, the source is damaged and not the network."""
 _BLOCK_BYTES = 256 * 1024
-"""Bytes of a file sent at a time."""
+"""Bytes of a file sent at once."""
 
 
 class ServiceTarget:
@@ -282,7 +282,7 @@ class ServiceTarget:
     def begin(
         self, reader: CheckpointReader, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None
     ) -> list[str]:
-        """Send metadata and manifests, by which the service plans the upload. Raises DiskFullError if it has no room."""
+        """Send metadata and manifests, from which the service plans the upload. Raises DiskFullError if it has no room."""
         files = local_files(reader)
         manifests = [manifest_file(rank) for rank in range(reader.record.world_size)]
         extras = {name: size for name, size in files.items() if "/" not in name}

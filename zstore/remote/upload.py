@@ -8,8 +8,8 @@ On every rank, in one background thread and without collectives:
     3  once rank 0 has begun the upload, it sends its files and posts `sent-<rank>`; then `seen-<rank>`, once it sees `end`
 Rank 0 gathers the manifests, writes metadata and record, checks that the tag is free, and posts `begin`. Once all ranks have
 sent, it commits and posts `end`. A rank that fails posts `failed` with the reason, and all others abort: each posts that it
-sends no more, and rank 0 removes the files that were sent. In any case each rank removes its local folder; those of killed
-processes are removed by the next save.
+sends no more, and rank 0 removes the files sent. In any case each rank removes its local folder; killed processes' folders
+are removed by the next save.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _RemoteSave(Save):
         self._location = place.location_of(tag_folder(request.tag))
         self._target: Target | None = None
         self._sent_bytes = self._others_bytes = 0
-        """Bytes that this rank sent, and all others (rank 0)."""
+        """Bytes sent by this rank, and by all others (rank 0)."""
 
     @property
     def title(self) -> str:

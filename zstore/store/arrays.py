@@ -33,7 +33,7 @@ Value = Any
 
 @dataclass(frozen=True)
 class StoreArray(LocalShard):
-    """An array of a store: the facts that are known at once, even while operations on it are pending."""
+    """An array of a store: the facts known immediately, even while operations on it are pending."""
 
     is_torch: bool = False
     """Whether it was put as a tensor of torch."""
@@ -81,7 +81,7 @@ class ArraysByName(dict[str, StoreArray]):
             del self[name]
 
     def __setitem__(self, name: str, array: StoreArray) -> None:
-        """Add or replace an array. Raises UsageError for a name that no checkpoint can have together with others."""
+        """Add or replace an array. Raises UsageError for a name that conflicts with others in a checkpoint."""
         if name not in self:
             path = array_path(name)
             others = [self._names[group] for group in groups_of(path) if group in self._names]
@@ -102,7 +102,7 @@ class ArraysByName(dict[str, StoreArray]):
 
 
 def spec_of(name: str, shape: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> ArraySpec:
-    """Return the spec of an array that keeps its shape. Raises UsageError if there can be none."""
+    """Return the spec of an array that keeps its shape. Raises UsageError if none is possible."""
     try:
         return ArraySpec(name=name, shape=shape, dtype=dtype, keeps_shape=len(shape) not in (1, 2), dims=dims)
     except ValueError as error:
@@ -171,11 +171,11 @@ def copy_view(target: View, source: View) -> None:
 
 
 _NUM_OPERATIONS = 4
-"""Operations that run at a time."""
+"""Operations that run concurrently."""
 
 
 class ArrayOrder:
-    """Carries out operations on arrays in separate threads: those on one array one after the other, in order."""
+    """Runs operations on arrays in separate threads: operations on one array run one after the other, in order."""
 
     def __init__(self) -> None:
         self._workers = Workers(_NUM_OPERATIONS, "zstore-store")
@@ -244,7 +244,7 @@ class ArrayOrder:
         return getattr(self._current, "names", None) is not None
 
     def names(self) -> list[str]:
-        """Return the arrays with a pending operation, or one that failed and was not reported."""
+        """Return the arrays with a pending operation, or with a failed operation that has not been reported."""
         with self._lock:
             return list({*self._pending, *self._failed})
 

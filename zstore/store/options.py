@@ -78,7 +78,7 @@ class StoreOptions:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of transfer buffers, as `max_pool_bytes` says."""
+        """Bytes of transfer buffers; see `max_pool_bytes`."""
         most, budget_bytes = self.max_pool_bytes, self.host_budget_bytes
         if budget_bytes is None:
             return most
@@ -116,7 +116,7 @@ class StoreStatistics:
 _log = logging.getLogger("zstore")
 
 RUN_FOLDER = "zstore-run"
-"""The folder of all files of a run, in the folder that it was given."""
+"""The folder of all files of a run, in the given folder."""
 _OWNER = "owner"
 _PROCESS = uuid.uuid4().hex
 """With the process id it identifies this process among all machines."""
@@ -126,7 +126,7 @@ class RunFolder:
     """Holds the folder `path` for this rank until `close()`.
 
     With `shares`, a folder that another store of this process holds is no error: `path` is then a new one next to it.
-    A folder that is missing is made, with a warning. Raises ConfigError for a relative path, RunFolderError for one that
+    A missing folder is created, with a warning. Raises ConfigError for a relative path, RunFolderError for one that
     cannot be made, is not writable or held by another run.
     """
 
@@ -233,7 +233,7 @@ class RunFolder:
 
 
 class RunFolders:
-    """The run folders of one rank, one on each drive, by the path that was given; all of them, or none. `shares` as in
+    """The run folders of one rank, one on each drive, by the given path; all of them, or none. `shares` as in
     `RunFolder`."""
 
     def __init__(self, paths: Iterable[Path], rank: int, files: Files, *, shares: bool = False) -> None:
@@ -251,7 +251,7 @@ class RunFolders:
         return tuple(self._held[path].path for path in given)
 
     def require_room(self, nbytes: Mapping[Path, int], num_ranks: int) -> int:
-        """Return the bytes that `num_ranks` ranks need on the first drive, each as many as `nbytes` says by folder.
+        """Return the bytes that `num_ranks` ranks need on the first drive, each the `nbytes` of its folders.
 
         Raises DiskFullError if a drive has no room for them.
         """

@@ -44,7 +44,7 @@ class Shards:
         self._closed = ""
         """Why the store cannot be used any more."""
         self._lock = threading.RLock()
-        """Guards the table of arrays: never locked for long, so that no coroutine waits for it."""
+        """Guards the table of arrays: locked only briefly, so that no coroutine waits for it."""
         self._arrays = ArraysByName()
         """What was put or created last under each name: a `put` may be pending."""
         self._shards: dict[str, LocalShard] = {}
@@ -240,7 +240,7 @@ class Shards:
         return isinstance(tier, DiskTier) and tier.adopt(name, path, crcs)
 
     def disk_folders(self) -> dict[str, Path]:
-        """Return by array the folder of its files, for those on disk."""
+        """Return the folder of each array's files, for arrays on disk."""
         disk = self._homes.get("disk")
         return disk.folders() if isinstance(disk, DiskTier) else {}
 
@@ -308,7 +308,7 @@ class Shards:
 
     @contextlib.contextmanager
     def changing(self, names: Sequence[str]) -> Iterator[None]:
-        """Let the caller alone change the `memory` of shards for the length of a `with` block, in as many threads as it likes.
+        """Let only the caller change the `memory` of shards during a `with` block, in any number of threads.
         What is pinned is copied first, or waited for. After a failure, elements that were set stay so."""
         self._check_open()
         self.order.wait(names)
@@ -449,7 +449,7 @@ class Shards:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """Requested features that were not available, so that something slower is used."""
+        """Requested features that were not available, so that a slower way is used."""
         return (*self.resources.files.fallbacks, *([] if self._slabs is None else self._slabs.messages))
 
     def statistics(self) -> StoreStatistics:

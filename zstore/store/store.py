@@ -93,10 +93,10 @@ class Store(Shards, AsyncClosing):
         return self._parts.enter_context(Workers(2, "zstore-passes"))
 
     def put(self, name: str, value: Value, *, tier: TierName | None = None, dims: Sequence[str] = ()) -> Ticket[None]:
-        """Store `value` under `name`, `group/name` or a name alone, in place of any former value.
+        """Store `value` under `name`, `group/name` or a plain name, in place of any former value.
 
         Any shape and any of the format's data types; not to be changed until the ticket is done. The array is kept on its
-        present tier, or on disk, or in host memory for a store without a path, unless `tier` says otherwise; under 64 KiB
+        current tier, or on disk, or in host memory for a store without a path, unless `tier` says otherwise; under 64 KiB
         always in host memory. `dims` are names of its extents, which checkpoints keep.
 
         Raises UsageError for a value that cannot be stored; the ticket BudgetError or DiskFullError if there is no room.
@@ -139,7 +139,7 @@ class Store(Shards, AsyncClosing):
         is_new = not self._has(array) or tier not in (None, former)
         if is_new:
             chosen = tier or former or ("disk" if self.options.all_paths else "host")
-            self._choose(array, chosen)  # a tier that the store does not have leaves the former array
+            self._choose(array, chosen)  # a tier that the store lacks leaves the former array
             self._remove(name, saves)
             self._add(array, chosen)
         try:
@@ -249,7 +249,7 @@ class Store(Shards, AsyncClosing):
         return f"<Store of {len(self)} arrays in {self.options.run_path or 'memory'}>"
 
     def flush(self) -> Ticket[None]:
-        """Wait for all changes so far; the ticket raises, once, the error of one that failed, unless a later one succeeded."""
+        """Wait for all changes so far; the ticket raises, once, the error of a failed change, if no later one succeeded."""
         with self._lock:
             self._check_open()
             settle = partial(self._settle, self.order.names(), self._loads.all())
@@ -280,7 +280,7 @@ class Store(Shards, AsyncClosing):
         keep: int | None = None,
         overwrite: bool = False,
     ) -> Ticket[SaveSummary]:
-        """Save the present values of arrays as the checkpoint `path`, whose last part is the tag.
+        """Save the current values of arrays as the checkpoint `path`, whose last part is the tag.
 
         Files on the same drive are linked, not copied; other data is written in the background, and a change of an array in
         memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
@@ -379,7 +379,7 @@ class Store(Shards, AsyncClosing):
             return dict(source.record.state.get("extra", {}))
 
     def _loaded_as(self, stored: ArraySpec) -> StoreArray:
-        """Return the array that a checkpoint's is loaded as: the existing one of that name if shape and dtype match."""
+        """Return the array to load a checkpoint's array into: the existing one of that name if shape and dtype match."""
         former = self._arrays.get(stored.name)
         alike = former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype)
         if former is not None and alike and former.grid.num_shards == 1:
@@ -403,7 +403,7 @@ class Store(Shards, AsyncClosing):
     def close(self) -> None:
         """Finish pending work, checkpoints too, then release memory, files and the folder; a second call does nothing.
 
-        Raises afterwards the error of a change or a checkpoint that was not reported.
+        Raises afterwards the unreported error of a change or a checkpoint.
         """
         with self._lock:
             if self._closed:
@@ -417,7 +417,7 @@ class Store(Shards, AsyncClosing):
 
 
 def _begin_save(title: str, save: Callable[[], SaveSummary], pinning: Ticket[Snapshot]) -> Ticket[SaveSummary]:
-    """Begin a save in a thread, for which the end of the program waits; if no thread starts, its snapshot is released."""
+    """Begin a save in a thread that the end of the program waits for; if no thread starts, its snapshot is released."""
 
     def reported() -> SaveSummary:
         try:

@@ -10,7 +10,7 @@ A stream waits for the pool only while it has no loaded span, so it cannot wait 
 last quarter of the pool ahead of use. New versions become current at the end, when every save is done; with `on_end`
 each group's does as soon as that group's saves are done.
 
-The first spans may be loaded before it is known whether the pass takes place (`Stream.read_ahead`): this begins no
+The first spans may be loaded before it is known whether the pass will run (`Stream.read_ahead`): this begins no
 pass. They are used if it does and no shard has another version by then; else their memory is freed.
 
 A tile is one chunk on disk, for there is a checksum between two, and many in memory: fewer steps in Python. A pass over memory
@@ -56,7 +56,7 @@ class Pass:
     priority: Priority = Priority.READ
     """Tickets of the loads."""
     admit: Admit | None = None
-    """Asked before a group is begun, with its number and whether to wait; false: not yet, after a wait: leave it out."""
+    """Called before a group is begun, with its number and whether to wait; false: not yet, or after a wait: skip it."""
     on_end: Callable[[int], None] | None = None
     """Called with the number of each group whose new version is current, in the consumer's thread."""
 
@@ -84,8 +84,8 @@ _NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
 class _Loaded:
-    """A batch of a pass in memory: laid out in a buffer of `nbytes` that the caller takes and gives back (none for 0 bytes),
-    loaded, given out tile by tile, and saved."""
+    """A batch of a pass in memory: laid out in a buffer of `nbytes` that the caller acquires and releases (none for 0
+    bytes), loaded, given out tile by tile, and saved."""
 
     def __init__(
         self, batch: Batch, what: Pass, *, tiers: Mapping[str, Tier], shards: Mapping[str, LocalShard]
@@ -256,7 +256,7 @@ class Stream:
                 when_all_done(loaded.loads, loaded.buffer.release)
 
     def _begin_ahead(self) -> None:
-        """Begin the groups that were read ahead; if one cannot be begun without waiting, start over."""
+        """Begin the groups that have been read ahead; if one cannot be begun without waiting, start over."""
         for group in dict.fromkeys(plan.group for loaded in self._loaded for plan in loaded.batch):
             if not (self._admit(group) and self._begin(self._groups[group])):
                 self.drop()

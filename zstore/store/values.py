@@ -20,13 +20,13 @@ Mode = Literal["update", "read"]
 
 
 class Unreported:
-    """Unfinished operations, and those whose error was not reported yet."""
+    """Unfinished operations, and operations whose error has not been reported yet."""
 
     def __init__(self) -> None:
         self._tickets: dict[object, Ticket[Any]] = {}
 
     def add(self, ticket: Ticket[T]) -> Ticket[T]:
-        """Return the operation's ticket for the caller, by which it is reported."""
+        """Return the operation's ticket for the caller, which reports it."""
         key = object()
         for other, one in list(self._tickets.items()):
             if one.done() and one.error() is None:
@@ -40,14 +40,14 @@ class Unreported:
         return given
 
     def all(self) -> list[Ticket[Any]]:
-        """Return their tickets, in the order in which they were added."""
+        """Return their tickets, in the order of addition."""
         return list(self._tickets.values())
 
 
 class Values:
     """A pass over whole arrays: an iterator of (name, value), with `for` or `async for`. Made by `Store.stream`.
 
-    A loop may be left at any value, which is stored like the others.
+    A loop may exit at any value, which is stored like the others.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Values:
         return self._hand_out()
 
     def _leave(self) -> None:
-        """End the pass of a loop that was left; `flush` raises the error of a change."""
+        """End the pass of an exited loop; `flush` raises the error of a change."""
         if not self._closed:
             with contextlib.suppress(KeyError, UsageError):  # the array was removed
                 self._retire()
@@ -146,7 +146,7 @@ class Values:
     def close(self) -> None:
         """End the pass: store the current value, and wait for pending operations; a second call does nothing.
 
-        Raises the error of a change that failed; so does `flush`, as a loop that was left does not see this one.
+        Raises the error of a failed change; so does `flush`, since an exited loop does not see this one.
         """
         self._closed = True
         with self._lock:

@@ -1,4 +1,4 @@
-"""The contract of every tier: how a rank's shard is kept, how passes and pins reach it, and how passes are cut into batches.
+"""The contract of every tier: how a rank's shard is stored, how passes and pins access it, and the batches of passes.
 
 [Note: a pass]
 All bulk access is a pass over whole chunks, driven by `zstore.store.stream` from one thread per shard:
@@ -116,7 +116,7 @@ class Snapshot(Closing):
 
 
 TierName = Literal["device", "host", "pinned", "disk"]
-"""Pinned: host memory that is registered with CUDA if the options say so; `tier_of` calls it host too."""
+"""Pinned: host memory, registered with CUDA if the options request it; `tier_of` calls it host too."""
 
 
 class Tier(ABC):
@@ -151,7 +151,7 @@ class Tier(ABC):
         return False
 
     def place(self, name: str) -> tuple[str, int]:
-        """Return a key that sorts shards that share a file by their place in it; all others are alike."""
+        """Return a key that sorts shards sharing a file by their place in it; it is the same for all others."""
         return "", 0
 
     @abstractmethod
@@ -163,7 +163,7 @@ class Tier(ABC):
         return 0
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
-        """Return the buffer bytes that a span of so many chunks needs; 0 if views lie in the tier's own memory."""
+        """Return the buffer bytes that a span of `num_chunks` needs; 0 if views are in the tier's own memory."""
         return 0
 
     @abstractmethod
@@ -210,8 +210,8 @@ def copy_into(view: View, source: Array) -> None:
 
 
 def copy_out(view: View, out: Array) -> None:
-    """Copy a view of any tier into host memory of as many bytes, of any shape; if `out` is contiguous, no other memory is
-    taken."""
+    """Copy a view of any tier into host memory of the same size, of any shape; if `out` is contiguous, no other memory
+    is taken."""
     target = out.view(np.uint8)
     if isinstance(view, np.ndarray):
         target[...] = view.view(np.uint8).reshape(target.shape)
@@ -243,7 +243,7 @@ class SpanPlan:
 
 
 Batch = tuple[SpanPlan, ...]
-"""Spans that share a buffer: one of a group, or groups that are small, each of them whole."""
+"""Spans that share a buffer: one span of a group, or several small groups, each whole."""
 
 
 def plan_batches(

@@ -1,10 +1,10 @@
 """The disk tier: shard files in a run folder, replaced by new versions once published.
 
 [Note: versions]
-Each shard is one file in the run folder, with a number in its name. While that file is neither pinned nor published,
-a pass changes it in place. Once it is pinned, a pass writes another file and makes it the current one when it ends: a
-published file is never written again. A table in memory decides, never link counts. A superseded file that was
-published loses its name in the run folder (the checkpoint's link keeps the bytes); any other is kept for the next version.
+Each shard is one file in the run folder, with a number in its name. While that file is neither pinned nor published, a pass
+changes it in place. Once it is pinned, a pass writes another file and makes it the current one when it ends: a published file
+is never written again. A table in memory decides, never link counts. A superseded published file loses its name in the run
+folder (the checkpoint's link keeps the bytes); any other is kept for the next version.
 
 A chunk that was never written has no checksum in the table and reads as zeros without touching the disk. A checkpoint's
 file with the same layout can be adopted: a link to it becomes the current version, published, and verified when it is
@@ -405,7 +405,7 @@ class DiskPin:
         raise UsageError(f"array {self.local.spec.name!r}: a shard on disk can only be published as a whole file")
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """See PinnedShard; empty unless all of the shard was written."""
+        """See PinnedShard; empty unless the whole shard has been written."""
         self._require_layout(grid, shard)
         return tuple([] if None in self.file.crcs else [crc for crc in self.file.crcs if crc is not None])
 

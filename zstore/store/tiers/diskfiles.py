@@ -10,7 +10,7 @@ one request. A checkpoint's file is written from the region, which cannot be lin
 
 A version is a region of a generation: a file of the same regions, made when pins need it. While a shard's version is pinned a
 pass writes its region of another generation. A snapshot pins all, so all change to the same generation and stay adjacent;
-regions that are not, since some were pinned alone, only take more requests.
+regions that are not, since some were pinned separately, only take more requests.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .base import ChunkSpan, Mode, View, new_version
 PACKED_BYTES = 256 * 1024
 """Shards whose values are fewer bytes share a file."""
 MANY_SMALL = 64
-"""From so many small shards on they share files: the requests of fewer cost less than links to their files save."""
+"""From this many small shards on they share files: the requests of fewer cost less than links to their files save."""
 
 
 def is_packed(nbytes: int) -> bool:
-    """Return whether a shard on disk of so many bytes, padding left out, may share a file with others."""
+    """Return whether a shard on disk of this many bytes, without padding, may share a file with others."""
     return 0 < nbytes < PACKED_BYTES
 
 
@@ -58,7 +58,7 @@ class Pack:
         self.nbytes = 0
         """Bytes up to the end of the last region."""
         self._free: dict[int, list[int]] = {}
-        """Offsets of regions that were given back, by size."""
+        """Offsets of released regions, by size."""
         self._lock = threading.Lock()
 
     def path(self, generation: int) -> Path:
@@ -181,7 +181,7 @@ class DiskShard:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the file is linked."""
     touched: bool = False
-    """The running pass has saved something."""
+    """The running pass has saved data."""
     broken: bool = False
 
     def offset(self, file: DiskFile, chunk: int) -> int:
@@ -202,7 +202,7 @@ def fill_file(res: IoResources, shard: DiskShard, file: DiskFile, data: Array) -
 
 
 def read_elements(res: IoResources, shard: DiskShard, file: DiskFile, first: int, stop: int, out: Array) -> bool:
-    """Read local elements `[first, stop)` into `out` itself; false unless all of the shard was written, and is whole."""
+    """Read local elements `[first, stop)` into `out` itself; false unless the whole shard has been written, and is intact."""
     local, crcs = shard.local, [crc for crc in file.crcs if crc is not None]
     if len(crcs) < shard.layout.num_present:
         return False

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MEMORY_TILE_NUMEL = 512 * 1024
 """Elements of a tile if all arrays are in memory, about: few enough that an update's data stays in cache."""
 DEVICE_TILE_NUMEL = 16 * 1024 * 1024
-"""Elements of a tile of device memory: so many that its work takes longer than asking for it."""
+"""Elements of a tile of device memory: enough that its work takes longer than requesting it."""
 _SLAB_BYTES = 32 * HUGE_PAGE_BYTES
 """Bytes of a slab that small shards share."""
 _ALIGN_BYTES = 64
@@ -53,7 +53,7 @@ class MemoryTier(Tier):
         self._changing: set[str] = set()
         self._stopped = False
         self._failing: set[str] = set()
-        """Arrays whose changes give up the wait for a pin."""
+        """Arrays whose changes stop waiting for a pin."""
         self._unpinned = threading.Condition()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
