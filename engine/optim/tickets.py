@@ -2,7 +2,7 @@
 
 [Note: an update in the backward]
 The update processes the parameters in the order in which their gradients are expected, each once its gradient is final. It
-starts nothing more when the backward is over: `step()` updates the rest, or starts that in the background.
+starts nothing more when the backward is over: `step()` updates the others, or starts that in the background.
 
 A read of a parameter after its update had begun would get other bits than in the other modes. So it is an error:
 a node of the graph that saved the parameter finds another version counter, and a module that is called again,

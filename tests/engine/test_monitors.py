@@ -135,9 +135,7 @@ def test_a_broken_monitor_keeps_nothing_from_the_others(tmp_path: Path, caplog: 
     monitors.close()
     CsvMonitor(tmp_path).write({"a/b": 3.0}, 3)  # a resumed run
     assert (tmp_path / "a_b.csv").read_text().split() == ["step,b", "1,1.0", "2,2.0", "3,3.0"]
-    assert [record.getMessage().rpartition("continues: ")[2] for record in caplog.records] == [
-        "RuntimeError: no writer"
-    ]
+    assert [one.getMessage().rpartition("continues: ")[2] for one in caplog.records] == ["RuntimeError: no writer"]
 
 
 def test_tensorboard(tmp_path: Path) -> None:
