@@ -115,7 +115,7 @@ def install() -> None:
 
 
 def put_in_place(*, alone: bool = True) -> None:
-    """Do the same as `install`, even after modules that look for DeepSpeed once; without `alone`, set no variables."""
+    """Like `install`, even after modules that look for DeepSpeed once; without `alone`, set no variables."""
     if alone and not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
         os.environ.update(_SINGLE_RANK)
     if installed_finder() is not None:
@@ -151,7 +151,7 @@ USAGE = """usage: python -m zstore.as_deepspeed [--local_rank | --no_local_rank]
        python -m zstore.as_deepspeed [--local_rank | --no_local_rank] -m MODULE [ARGUMENTS]
 
 Runs a script in which `import deepspeed` gives zstore, in this process and those that it starts.
-It takes the place of Python under DeepSpeed's launcher. Without a launcher it is one rank; `zstore run
+It replaces Python under DeepSpeed's launcher. Without a launcher it is one rank; `zstore run
 --as-deepspeed` or torchrun start several.
 
   --local_rank, --no_local_rank   pass `--local_rank=N` to the script, as DeepSpeed's launcher does, or

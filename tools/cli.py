@@ -51,7 +51,7 @@ _WITH_TORCH = ("train", "run", "doctor")
 
 
 class Commands(TyperGroup):
-    """Imports a command's module when the command runs; `--help` alone imports none."""
+    """Imports a command's module when the command runs; `--help` imports none."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command and the remaining arguments."""

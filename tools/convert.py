@@ -1,6 +1,6 @@
-"""`zstore convert`: a checkpoint of one kind written as another, in bounded memory. Torch for `--to torch` alone.
+"""`zstore convert`: a checkpoint of one kind written as another, in bounded memory. Needs torch only for `--to torch`.
 
-All kinds are read as arrays. zstore's own has all of them, and is written as by `reshard`; others have the weights alone.
+All kinds are read as arrays. zstore's own has all of them, and is written as by `reshard`; others have only the weights.
 """
 
 from __future__ import annotations

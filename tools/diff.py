@@ -79,7 +79,7 @@ def _status(before: ArraySource, after: ArraySource, name: str) -> Status | None
         return "shape"
     if old.spec.dtype != new.spec.dtype:
         return "dtype"
-    # Checksums of compressed bytes say nothing about values that are the same.
+    # Checksums of compressed bytes say nothing about equal values.
     if old.grid != new.grid or old.codec is not None or new.codec is not None:
         return None
     for shard in range(old.grid.num_shards):

@@ -29,7 +29,7 @@ from .printing import make_console, print_json, printable
 
 _NUM_THREADS = 8
 BLOCK_BYTES = 4 * 2**20
-"""Bytes of one request: with as many threads enough in flight for a drive's full rate."""
+"""Bytes of one request: with all threads, enough in flight for a drive's full rate."""
 RATE_BYTES = 512 * 2**20
 """Size of the file that the rates are measured on: a second or so on a good drive."""
 
@@ -70,7 +70,7 @@ class Folder:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All that `zstore doctor` found out. Memory is None if the system does not say."""
+    """The findings of `zstore doctor`. Memory is None if the system does not say."""
 
     system: str
     """With the versions of Python, torch and zstore."""
@@ -86,7 +86,7 @@ def doctor_command(
     path: Annotated[Path, typer.Option(help="Folder on the drive to examine.", metavar="P")] = Path(),
     json: Json = False,
 ) -> int:
-    """Print the report on stdout, as JSON or for people; 1 if something keeps zstore from working, else 0."""
+    """Print the report on stdout, as JSON or text; return 1 if something keeps zstore from working, else 0."""
     report = examine(path, rate_bytes=RATE_BYTES)
     fault, advice = report.folder.fault, tuple(_advice(report))
     if json:
@@ -198,7 +198,7 @@ def examine_folder(path: Path, rate_bytes: int) -> Folder:
 
 
 def _measure(files: Files, file: OpenFile, num_blocks: int) -> tuple[float, float]:
-    """Return the bytes a second that are read from so many blocks of a new file, and written over them."""
+    """Return the rates of reading and overwriting this many blocks of a new file, in bytes a second."""
     # Random bytes, since some drives store zeros for nothing. One block for each thread.
     slab = make_slab(_NUM_THREADS * BLOCK_BYTES)
     slab[:] = np.random.default_rng(0).integers(0, 256, slab.size, dtype=np.uint8)
@@ -215,7 +215,7 @@ def _measure(files: Files, file: OpenFile, num_blocks: int) -> tuple[float, floa
         return num_blocks * BLOCK_BYTES / (time.perf_counter() - started_s)
 
     files.allocate(file, num_blocks * BLOCK_BYTES)
-    for _ in range(2):  # over what was written before, as an update writes
+    for _ in range(2):  # over existing data, as an update writes
         write_rate = rate(partial(files.write_from, file), lambda: files.sync_data(file))
     if hasattr(os, "posix_fadvise"):  # what goes through the page cache is read from the drive then
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -34,9 +34,9 @@ class Entry:
     size_bytes: int
     """Its size on disk: the bytes of all its files."""
     shared_bytes: int
-    """Bytes of those files that other checkpoints of the folder have too."""
+    """Bytes of files that other checkpoints of the folder also have."""
     freed_bytes: int
-    """Bytes that removing it alone frees: of files that no other checkpoint or run links."""
+    """Bytes that removing only it frees: of files that no other checkpoint or run links."""
     newest: bool
 
 

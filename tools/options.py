@@ -161,7 +161,7 @@ class Common(Listing):
             show_default=f"{DEFAULT_MEMORY_BYTES // MIB}MiB",
         ),
     ] = None
-    """Metadata counts. None: `DEFAULT_MEMORY_BYTES`, which large metadata may exceed; a limit that was given is kept or
+    """Metadata counts. None: `DEFAULT_MEMORY_BYTES`, which large metadata may exceed; a given limit is kept or
     refused."""
     num_pools: int = 1
     """Pools that share the memory."""
@@ -236,7 +236,7 @@ def open_location(
     from zstore.io import is_url, map_large_blocks, open_resources
     from zstore.open.sources import open_source
 
-    # A request over a network takes tens of milliseconds, so more of them run at once.
+    # A request over a network takes tens of milliseconds, so more of them run concurrently.
     num_threads = _REMOTE_THREADS if is_url(location) else NUM_THREADS
     if is_url(location):
         map_large_blocks()  # an answer's bytes, which each thread would keep

@@ -139,7 +139,7 @@ def make_run(options: PlanOptions) -> tuple[PlannedRun, dict[str, Any]]:
 
 
 def _devices(options: PlanOptions) -> tuple[int, int]:
-    """Return the number of GPUs and the memory of each; torch is asked only for those that are not described."""
+    """Return the number of GPUs and the memory of each; torch is queried only for GPUs that are not described."""
     if options.gpus == 0 or (options.gpus and options.gpu_memory):
         return options.gpus, options.gpu_memory or 0
     import torch
@@ -171,7 +171,7 @@ def _model(options: PlanOptions) -> dict[str, Any]:
 
 
 def _numbers(options: PlanOptions) -> dict[str, Any]:
-    """Return the same of a model of about so many parameters, for which no torch is needed: an embedding, layers of one matrix
+    """Return the same for a model of about this many parameters, without torch: an embedding, layers of one matrix
     each, and a head. Raises ConfigError if no such model is near that size."""
     from zstore.engine.plan.plan import ADAM_SLOTS, ParameterShape, Width
 
@@ -203,7 +203,7 @@ def _numbers(options: PlanOptions) -> dict[str, Any]:
 
 
 def slots_of_module(module: nn.Module, optimizer: OptimizerSection | None, world_size: int) -> Mapping[str, Slots]:
-    """Return what an optimizer (None: AdamW) keeps of each parameter, by name. Raises ConfigError for its arguments."""
+    """Return the slots of an optimizer (None: AdamW) per parameter, by name. Raises ConfigError for its arguments."""
     from zstore.engine.config.config import load_config
     from zstore.engine.extras import register_parts
     from zstore.engine.optim.optimizer import optimizer_from_config
@@ -235,8 +235,8 @@ def headline(run: PlannedRun, config: Mapping[str, Any]) -> str:
 
 
 def _print(run: PlannedRun, weighed: Sequence[Costs], chosen: Costs | None, *, proposes: bool) -> None:
-    """Print a table of all that was weighed, the recommended one first, and what to write in a config. Unless it `proposes` a
-    config one was given."""
+    """Print a table of all options considered, the recommended one first, and what to write in a config. Unless it
+    `proposes` a config one was given."""
     console = make_console(_COLUMNS)
     console.print(headline(run, weighed[0].config))
     console.print(_table(run, weighed, chosen))

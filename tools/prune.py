@@ -44,7 +44,7 @@ def prune_command(
 
     With `json`, the plan goes to stderr, and one object is printed: `path`, `dry_run`, `freed_bytes`, `checkpoints` with
     `tag`, `step`, `size_bytes` and `reasons` to keep it (none: it is removed), `removed`, `messages`, and
-    `ProgressBar.summary` of the removal. Returns the exit code, 1 if something could not be removed. Raises
+    `ProgressBar.summary` of the removal. Returns the exit code, 1 if anything could not be removed. Raises
     CheckpointNotFoundError if there is nothing, or no checkpoint has the metric to go by.
     """
     if (keep_last, keep_every, keep_best, keep_tag or None) == (None, None, None, None):

@@ -98,7 +98,7 @@ class TrainOptions:
     storage_option: StorageOption = None
 
     def __post_init__(self) -> None:
-        """Refuse options that need others."""
+        """Refuse options that require missing ones."""
         if self.save_every is not None and self.save is None:
             raise UsageError("--save-every needs --save DIR, the folder to save in")
         if self.resume == "auto" and self.save is None:
@@ -321,7 +321,7 @@ class TrainLoop:
         return step == options.steps or (options.save_every is not None and step % options.save_every == 0)
 
     def _save(self) -> float:
-        """Begin a save in the background; return the seconds for which it delayed training."""
+        """Begin a save in the background; return the seconds that it delayed training."""
         handle = self._engine.save_checkpoint(
             str(self._options.save),
             client_state={STATE_KEY: asdict(self._position) | {"samples": self._samples}},

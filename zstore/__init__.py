@@ -1,6 +1,6 @@
 """zstore: an async tensor store for training state, and a compact ZeRO engine on top of it.
 
-Names are imported when they are first used, so that `import zstore` is cheap and does not load torch.
+Names are imported on first use, so that `import zstore` is cheap and does not load torch.
 """
 
 from __future__ import annotations

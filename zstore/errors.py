@@ -32,7 +32,7 @@ class ZstoreError(Exception):
 
 
 class ConfigError(ZstoreError, ValueError):
-    """The configuration is wrong; the message names each key, what was expected and what was got."""
+    """The configuration is wrong; the message names each key, what was expected and what was received."""
 
 
 class UsageError(ZstoreError, RuntimeError):

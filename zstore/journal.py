@@ -68,7 +68,7 @@ def journals(folder: FolderLike) -> list[str]:
 
 
 def read(folder: FolderLike, run_id: str | None = None) -> list[Record]:
-    """Return the records of a run's journal in a folder, by default of the one with the newest last record.
+    """Return the records of a run's journal in a folder, by default the journal with the newest last record.
 
     Raises FileNotFoundError if there is none.
     """
@@ -170,7 +170,7 @@ class JournalFile(Closing):
 class JournalWriter(Closing):
     """Takes records from any thread, in microseconds, and writes them once there is a file. See [Note: the journal].
 
-    `failed` is called with the first failure. A record must not change after `append`.
+    `failed` is called with the first failure. Records must not change after `append`.
     """
 
     def __init__(self, failed: Callable[[str], None]) -> None:

@@ -48,7 +48,7 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
     """Set whether `checkpoint` keeps the inputs of blocks in host memory in this process, until the next call.
 
     `deepspeed_config`, a dict or a path, has defaults in its section `activation_checkpointing`. Only `checkpoint_in_cpu` has
-    an effect. Raises ConfigError for a config that is wrong.
+    an effect. Raises ConfigError for a wrong config.
     """
     given = {
         "partition_activations": partition_activations,

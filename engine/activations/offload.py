@@ -53,14 +53,14 @@ _MAX_PREFETCH_BYTES = 64 * 1024 * 1024
 
 @dataclass(kw_only=True)
 class ActivationStatistics:
-    """Counters of this rank since the engine was made."""
+    """Counters of this rank since the engine was created."""
 
     tier: str
     """Tier of the activations: host or disk."""
     kept_bytes: int = 0
     """Bytes chosen to be offloaded."""
     written_bytes: int = 0
-    """Bytes written to the tier, without those that the backward needed before."""
+    """Bytes written to the tier, without pieces that the backward needed earlier."""
     read_bytes: int = 0
     """Bytes read back."""
     resting_bytes: int = 0
@@ -238,7 +238,7 @@ class ActivationOffload:
         self._in_backward = False
         self._by_storage: weakref.WeakValueDictionary[int, _Piece] = weakref.WeakValueDictionary()
         self._offloaded: dict[int, weakref.ref[_Piece]] = {}
-        """By number, in the order in which they were saved."""
+        """Pieces by number, in the order in which they were saved."""
         self._prefetched: weakref.WeakSet[_Piece] = weakref.WeakSet()
         """Prefetched pieces that were not needed yet."""
         self._dropped: deque[tuple[int, Place, int]] = deque()
@@ -349,7 +349,7 @@ class ActivationOffload:
                 self._ended.notify_all()
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """Return the tensor that `pack` was given, with the same values (a saved-tensor hook)."""
+        """Return the tensor passed to `pack`, with the same values (a saved-tensor hook)."""
         if not isinstance(saved, _Saved):
             return cast("torch.Tensor", saved)
         piece = saved.piece

@@ -34,9 +34,9 @@ _STATE = "lightning"
 class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
     """Lightning's DeepSpeedStrategy on zstore's engine, on CPUs and GPUs, with the same arguments.
 
-    `config` is a dict or the path of a JSON file in DeepSpeed's dialect; without it `stage`, `offload_optimizer` and
-    others make one. The Trainer sets keys that are "auto". `load_objects` lets a load unpickle the objects that hooks
-    added to a checkpoint, which runs code of its author. See [Note: differences from DeepSpeedStrategy].
+    `config` is a dict or the path of a JSON file in DeepSpeed's dialect; without it `stage`, `offload_optimizer` and others
+    define one. The Trainer sets keys that are "auto". `load_objects` lets a load unpickle the objects that hooks added to a
+    checkpoint, which runs code of its author. See [Note: differences from DeepSpeedStrategy].
     """
 
     config: dict[str, Any]
@@ -72,7 +72,7 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
         return False
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine; for evaluation reuse the one that trained the module."""
+        """Create the engine; for evaluation reuse the engine that trained the module."""
         loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         for loop in loops:
             loop.inference_mode = False  # parameters gathered in inference mode could not be trained

@@ -72,7 +72,7 @@ class Built:
     label: str
     """Its name and its module's type, for messages."""
     device: torch.device
-    """The device on which it was built."""
+    """The device on which the parameter was built."""
     rows: LocalShard | None = None
     """This rank's rows in the store, if any; outdated while the parameter is live."""
     placeholder: torch.Tensor | None = None
@@ -318,7 +318,7 @@ class Builder:
                 out[tile.first : tile.stop].copy_(as_torch(tile.views[0]))
 
     def whole(self, built: Built) -> torch.Tensor:
-        """Return the values of a released parameter, on the device on which it was built (all ranks)."""
+        """Return the values of a released parameter, on its original device (all ranks)."""
         rows, world = _rows_of(built), self.world
         if world.world_size == 1:
             return self.own_rows(built).view(rows.spec.shape).to(built.device)
@@ -367,7 +367,7 @@ class Builder:
         return list(dict.fromkeys(module for module in found if module is not None))
 
     def give(self, built: Built, *, keep_rows: bool = False) -> None:
-        """Forget a parameter that an engine has taken over; drop its array unless that was taken over too."""
+        """Forget a parameter that an engine has taken over; drop its array unless that has been taken over too."""
         if keep_rows:
             built.rows = None
         if (parameter := built.ref()) is not None:
@@ -446,11 +446,11 @@ def _uses(parameter: nn.Parameter) -> int:
 
 
 _SOLE_USES = _uses(nn.Parameter(torch.empty(1)))
-"""Uses of memory that a parameter alone has: one in torch 2.9, two in 2.13."""
+"""Uses of memory owned by a single parameter: one in torch 2.9, two in 2.13."""
 
 
 def _is_sole_owner(parameter: nn.Parameter) -> bool:
-    """Return whether the parameter alone uses its memory."""
+    """Return whether only the parameter uses its memory."""
     return _uses(parameter) <= _SOLE_USES
 
 

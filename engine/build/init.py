@@ -1,4 +1,4 @@
-"""`zstore.Init`: a model is built for real, and its parameters move into shards as they are made.
+"""`zstore.Init`: a model is built for real, and its parameters move into shards as they are created.
 
 [Note: what the block sees]
 torch's registration hooks report every parameter and every module that a module gets; a torch function mode sees every call of
@@ -44,7 +44,7 @@ class Init(AbstractContextManager["Init"]):
     they go to host memory. If that saves nothing, the block does nothing.
 
     At most `live_bytes` of large parameters stay in memory, in addition to the one in use. `dtype`: the default floating type
-    within the block. `module`: a model that was built before; it is sharded at once.
+    within the block. `module`: an existing model, which is sharded at once.
 
     `remote_device` names the rows' tier: "cpu" changes nothing, and "nvme" needs a config that offloads parameters there.
     `pin_memory` and `mem_efficient_linear` are accepted and ignored: the config decides on pinning, and values depend on
@@ -113,7 +113,7 @@ class Init(AbstractContextManager["Init"]):
         return self
 
     def _open(self) -> None:
-        """Open the store, if there is something to shard."""
+        """Open the store if anything is to be sharded."""
         if self._builder is not None and self._builder.is_open:
             self._began_empty = False
             return
@@ -197,7 +197,7 @@ class Init(AbstractContextManager["Init"]):
                 self._enter_module(child)
 
     def enter(self, module: nn.Module, name: str) -> None:
-        """Shard the parameter `name` of a module that its engine gives up, if the block shards any."""
+        """Shard the parameter `name` of a module that its engine releases, if the block shards any."""
         if (parameter := module._parameters[name]) is None:
             return
         trained.pop(parameter, None)  # type: ignore[no-untyped-call]
@@ -237,7 +237,7 @@ class Init(AbstractContextManager["Init"]):
             self._busy = False
 
     def _before(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Unshard the parameters that a torch function is called with."""
+        """Unshard the parameters among a torch function's arguments."""
         if self._busy or self._builder is None:
             return
         find = self._builder.find
@@ -329,7 +329,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _can_be_stored(parameter: nn.Parameter) -> bool:
-    """Return whether the store takes such a parameter; others stay in memory."""
+    """Return whether the store accepts such a parameter; others stay in memory."""
     if type(parameter) is not nn.Parameter or is_lazy(parameter):
         return False
     try:

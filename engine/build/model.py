@@ -119,7 +119,7 @@ def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> 
 
 
 def broadcast_bytes(world: World, tensor: torch.Tensor) -> None:
-    """Give a contiguous tensor rank 0's values, of any type: backends know few of them (all ranks)."""
+    """Broadcast rank 0's values of a contiguous tensor of any type: backends support few types (all ranks)."""
     if tensor.numel():
         world.broadcast(tensor.view(-1).view(torch.uint8))
 

@@ -29,7 +29,7 @@ from .builder import Builder, Built, find_built, model_deleted_error, open_build
 from .model import own_memory
 
 _THRESHOLD_NUMEL = 100_000
-"""Minimum size of sharded parameters if the config leaves it open."""
+"""Minimum size of sharded parameters if the config does not set it."""
 _TRIM_BYTES = 64 * 1024 * 1024
 """Bytes of parameters laid out between two calls that return freed memory to the system."""
 _TIERS: dict[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
@@ -143,7 +143,7 @@ class BuiltModel:
         return None
 
     def end(self) -> None:
-        """Allow calls of the modules: every parameter was taken over."""
+        """Allow calls of the modules: every parameter has been taken over."""
         for builder in self._builders:
             builder.guard.unwatch(self._model)
 
@@ -158,8 +158,8 @@ def open_run_store(
     files: Files | None,
     cuda: Any,
 ) -> tuple[Plan, Store]:
-    """Return the placement of all arrays, and their store: the one in which the model was built, or a new one (all ranks).
-    `files` and `cuda` as in `open_store`."""
+    """Return the placement of all arrays, and their store: the model's, if it was built in a store, or a new one (all
+    ranks). `files` and `cuda` as in `open_store`."""
     world, key = built.world, store_key(config)
     # The budget of a store that is taken over is fixed: "auto" could now yield a different one.
     former = built.builder_of(key)
@@ -260,7 +260,7 @@ class Layout:
         given = tensor.data
         if rows is None:
             tensor.data = own_memory(given, self._dtype)
-        else:  # memory that is never written, of the type in which it is trained
+        else:  # memory that is never written, of the trained type
             tensor.grad, dtype = None, self._dtype if tensor.is_floating_point() else tensor.dtype
             tensor.data = torch.empty(tensor.shape, dtype=dtype, device=self._world.device)
         shape, sharding = stored_shape(tuple(tensor.shape)), self._sharding

@@ -57,7 +57,7 @@ _MAX_LISTED = 10
 """Differences of each kind that an error names."""
 _MISSING, _UNEXPECTED = "missing: ", "not in the model or its optimizer: "
 _PIECE_NUMEL = 1 << 18
-"""Elements of two arrays that are compared at a time."""
+"""Elements of two arrays that are compared at once."""
 _MIN_AHEAD_BYTES = 6 * 1024 * 1024
 """Memory for reading ahead even if the host budget is exhausted: a chunk for each of its buffers."""
 
@@ -422,7 +422,7 @@ def _differences(
             if _same_values(reader, model_array(record.name), alias, record.owned_range):
                 del stored[alias]
     missing = [name for name in wanted if name not in stored]
-    # Parameters that the save left out on request keep the model's values, and the report names them.
+    # Parameters omitted by the save on request keep the model's values, and the report names them.
     unsaved = {model_array(name) for name in reader.record.absent_parameters}
     unexpected = [name for name in stored if name not in wanted]
     unequal = [

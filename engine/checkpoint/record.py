@@ -39,8 +39,8 @@ class LoadOptions:
     """DeepSpeed's options of `load_checkpoint`. State that is not loaded stays unchanged."""
 
     load_module_strict: bool = True
-    """Refuse a checkpoint with other parameters or buffers; else load those that both have, and warn of the others. Shapes must
-    agree in any case."""
+    """Refuse a checkpoint with other parameters or buffers; else load the common ones, and warn about the others.
+    Shapes must agree in any case."""
     load_optimizer_states: bool = True
     """Load the optimizer's slots and step counts, and of an fp16 run the loss scale."""
     load_lr_scheduler_states: bool = True
@@ -50,7 +50,7 @@ class LoadOptions:
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> LoadOptions:
-        """Return the options of a call. Raises UsageError for an unknown one, and one that is not True or False."""
+        """Return the options of a call. Raises UsageError for an unknown option, or a value that is not True or False."""
         known = [field.name for field in fields(LoadOptions)]
         for name, value in options.items():
             if name not in known:
@@ -81,7 +81,7 @@ class LoadPlan:
 
     options: LoadOptions
     arrays: list[Range]
-    """This rank's elements of the arrays, in the order in which they are read."""
+    """This rank's elements of the arrays, in reading order."""
     whole: Mapping[str, str]
     """Unsharded arrays, each with its name in the checkpoint: buffers, and parameters that were added after `initialize`."""
     resized: set[str]
@@ -108,7 +108,7 @@ class LoadReport:
     missing: tuple[str, ...]
     """Arrays that the checkpoint lacks, which are unchanged."""
     unexpected: tuple[str, ...]
-    """Arrays that the engine lacks, without those that the options exclude."""
+    """Arrays that the engine lacks, except arrays that the options exclude."""
     read_bytes: int
     """Bytes read from the checkpoint's shard files."""
     linked_bytes: int
@@ -294,7 +294,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
 
 
 def _apply_groups(training: Training, saved: Sequence[Mapping[str, Any]], *, whole: bool) -> None:
-    """Restore the groups' settings, or without optimizer state those that a schedule sets."""
+    """Restore the groups' settings, or without optimizer state only the ones that a schedule sets."""
     defaults = training.optimizer.defaults
     for group, settings in zip(training.optimizer.param_groups, saved, strict=True):
         for name, value in settings.items():
@@ -414,7 +414,7 @@ def load_rng_state(state: dict[str, Any]) -> None:
 
 
 def derive_rng_state(seed: int, step: int, rank: int) -> None:
-    """Seed this rank's generators from the three numbers alone."""
+    """Seed this rank's generators from only the three numbers."""
     number = _number(f"zstore {seed} {step} {rank}")
     torch.manual_seed(number)
     random.seed(number)

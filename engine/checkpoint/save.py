@@ -224,7 +224,7 @@ class Checkpoints:
         return handle
 
     def _left_out(self, options: SaveOptions) -> list[ParameterRecord]:
-        """Return the parameters that a save leaves out."""
+        """Return the parameters that a save omits."""
         frozen = [one for one in self._training.state.records if one.group is None and options.leaves_out_frozen]
         return [one for one in frozen if options.keeps.isdisjoint((one.name, *one.aliases))]
 

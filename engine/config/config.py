@@ -29,15 +29,15 @@ from .values import show
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A config without errors, made by `load_config`; its properties are for the one that `resolve` returns. See [Note: from a
-    key to its effect]."""
+    """A config without errors, created by `load_config`; its properties require the config that `resolve` returns. See
+    [Note: from a key to its effect]."""
 
     settings: ConfigSections
     """Every key, typed."""
     source: str
     """Path of the file, or another name for messages."""
     notices: tuple[Notice, ...] = ()
-    """Each key that was set and does not act, once, with the reason."""
+    """Each set key that does not act, once, with the reason."""
     resolved: bool = False
     world_size: int = 1
     """Ranks of the run, once resolved."""
@@ -49,7 +49,7 @@ class Config:
     """Every rank keeps the whole state of the optimizer, and its own gradients."""
 
     def report(self) -> list[str]:
-        """Return the notices as lines to print, those with the same reason in one."""
+        """Return the notices as lines to print, one per reason."""
         keys: dict[str, list[str]] = {}
         for notice in self.notices:
             keys.setdefault(notice.message, []).append(notice.key)

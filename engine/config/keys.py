@@ -20,20 +20,20 @@ class Status(Enum):
     """The effect of a key that is set."""
 
     BUILT = "acts"
-    """It does what it says."""
+    """It acts as documented."""
     NOT_BUILT = "not built"
     """Not done, without a change of the result of training; a notice names the drawback and the substitute."""
     NO_EFFECT = "no effect"
     """Nothing is lost without it: it happens anyway, or does not apply; it is reported."""
     REFUSED = "refused"
-    """Training without it would differ from what the config says: an error."""
+    """Training without it would differ from the config: an error."""
     WRONG = "error"
     """An unknown key, a wrong value, or a conflict with another key."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Keys that were set and do not act, act in another way than they say, or are errors."""
+    """Set keys that do not act, act differently from what they say, or are errors."""
 
     status: Status
     text: str
@@ -108,7 +108,7 @@ class Section(BaseModel):
     renames: ClassVar[Mapping[str, str]] = {}
     """Other spellings of keys."""
     variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {}
-    """Keys with one of several sections, by the value of the key `type` before them; a missing one is empty."""
+    """Keys with one of several sections, selected by the preceding key `type`; a missing section is empty."""
     switch: ClassVar[str | None] = None
     """The key that turns the section on; if it is off, the other keys have no effect."""
     gives_batch: ClassVar[bool] = False

@@ -30,8 +30,8 @@ _OTHERS = {
 Moments = Literal["fp32", "bf16"]
 _AVERAGES = frozenset({"exp_avg", "momentum_buffer", "exp_avg_sq", "square_avg", "acc_delta", "exp_inf"})
 _EXACT_WITH = {"square_avg": {"grad_avg"}, "exp_avg_sq": {"max_exp_avg_sq", "max_exp_avg_sqs"}}
-"""Slots that stay in fp32 if others are present: centered RMSprop subtracts the square of a mean, which must not be larger, and
-amsgrad's maximum would keep every rounding up."""
+"""Slots that stay in fp32 if other slots are present: centered RMSprop subtracts the square of a mean, which must not
+be larger, and amsgrad's maximum would keep every rounding up."""
 
 
 def reduced_slots(slots: Iterable[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Reads a config into `ConfigSections`, with a notice for every key that does not act or is wrong.
+"""Reads a config into `ConfigSections`, with a notice for every inactive or wrong key.
 
 A file is JSON with comments (`//`, `#`, `/* */`), trailing commas and a byte order mark, or Hjson, as in DeepSpeed, if the
 package `hjson` is installed.
@@ -218,7 +218,7 @@ def _effect(one: Setting, settings: ConfigSections, written: str) -> Notice:
 
 
 def _follows(notice: Notice, broken: set[str]) -> bool:
-    """Return whether an error may follow from another one: one of its keys, or a key of its section, is wrong."""
+    """Return whether an error may be a consequence of another one: one of its keys, or a key of its section, is wrong."""
     inside = len(notice.keys) == 1 and any(key.startswith(f"{notice.keys[0]}.") for key in broken)
     return notice.is_error and (inside or not broken.isdisjoint(notice.keys))
 
@@ -234,11 +234,11 @@ class KeyFact:
     status: str
     """"acts", "no effect", "not built", "refused", or "error"."""
     text: str
-    """The key's effect; for one that does not act, or is wrong, the reason."""
+    """The key's effect; for an inactive or wrong key, the reason."""
 
 
 def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[Notice]]:
-    """Return a fact about each key that `raw` sets, those with an error first, and every error."""
+    """Return a fact about each key that `raw` sets, keys with an error first, and every error."""
     settings, notices, written = parse(raw)
     errors = [notice for notice in notices if notice.is_error]
     found = {key: (_value_at(raw, key), error) for error in errors for key in error.keys}

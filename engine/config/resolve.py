@@ -65,7 +65,7 @@ class BatchSizes:
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:
-    """Return the three batch sizes from those given; accumulation is 1 if it is neither given nor derived.
+    """Return the three batch sizes from the given ones; accumulation is 1 if it is neither given nor derived.
 
     Raises ValueError if they are inconsistent or do not divide evenly, or (with a suggestion) if none is given.
     """

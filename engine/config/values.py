@@ -54,7 +54,7 @@ class OneOf:
     """Read at each use, since extras add theirs."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema by which pydantic reads the value."""
+        """Return the schema with which pydantic reads the value."""
         options = self.names or get_args(source)
 
         def choose(value: object) -> object:

@@ -133,7 +133,7 @@ def compute_elastic_config(
 ) -> tuple[Any, ...]:
     """Return (train batch, valid world sizes), with a world size or `return_microbatch` followed by the micro-batch (None
     without a world size): see [Note: the elastic batch]. Only the section of `ds_config`, a dict or the path of a JSON
-    file, counts. Raises ElasticityConfigError if it is wrong or not enabled, ElasticityIncompatibleWorldSize if the world
+    file, counts. Raises ElasticityConfigError if it is wrong or disabled, ElasticityIncompatibleWorldSize if the world
     size cannot train."""
     try:
         raw = read_config(ds_config) if isinstance(ds_config, str | os.PathLike) else ds_config

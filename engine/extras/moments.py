@@ -26,7 +26,7 @@ from ..optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, Tensors
 from ..optim.rules import codecs
 
 _PIECE_NUMEL = 1 << 16
-"""Elements in fp32 at a time, if the CPU updates them: they stay in its cache."""
+"""Elements in fp32 at once, if the CPU updates them: they stay in its cache."""
 _NUM_WORDS = 1 << 17
 """Number of random words, which repeat along a parameter."""
 

@@ -127,9 +127,9 @@ class AdamRule(Kernel):
 
     def update(self, state: TensorState, gradient: torch.Tensor, compressed: Compressed) -> None:
         """Take one update. `gradient` [numel], fp32, may be changed; it is the mean over ranks in the phase "exact", else
-        this rank's. `compressed` is called once in the phase "compressed", else not."""
+        this rank's. `compressed` is called once in the phase "compressed", otherwise never."""
         scalars = state.scalars
-        # The state of Adam has only the step count: each update was one of the variance.
+        # Adam's state has only the step count: each update also updated the variance.
         scalars["variance_updates"] = scalars["variance_updates"] or scalars["step"]
         scalars["step"] += 1
         if self.phase(state.group, int(scalars["step"])) == "exact":

@@ -1,5 +1,5 @@
-"""Sections of the extras in a config: arguments of the optimizers whose step needs a whole tensor, of those that send
-signs, and the pattern of sparse attention. Loads no torch."""
+"""Sections of the extras in a config: arguments of the optimizers whose step needs a whole tensor, of optimizers that
+send signs, and the pattern of sparse attention. Loads no torch."""
 
 from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
@@ -34,7 +34,7 @@ class LambParams(MomentParams):
 
 
 class AdafactorParams(OptimizerParams):
-    """Arguments of Adafactor, as torch has them: of a matrix it keeps one number for each row and each column."""
+    """Arguments of Adafactor, as in torch: of a matrix it keeps one number for each row and each column."""
 
     whole_tensors = True
 
@@ -187,9 +187,9 @@ _OF_ALL = ("mode", "block", "attention", "different_layout_per_head")
 
 
 class Pattern(Section):
-    """Attention in blocks: each token attends to a part of the sequence. Acts on the models of `zstore train` and on those
-    of transformers, and by `zstore.attention.attend` in any other; see docs/models.md. An argument of another mode is an
-    error."""
+    """Attention in blocks: each token attends to a part of the sequence. Acts on the models of `zstore train` and on
+    models of transformers, and by `zstore.attention.attend` in any other; see docs/models.md. An argument of another
+    mode is an error."""
 
     mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], OneOf()] = built("fixed")
     """Which blocks attend to which: "dense" all to all, "fixed" local windows and the last blocks of each, "variable"
@@ -235,7 +235,7 @@ class Pattern(Section):
         """Let the model's attention follow the pattern. Raises UsageError for a model of another kind."""
         resolve_name(f"{__package__}.sparse_attention:apply")(
             model, self
-        )  # by name: it loads torch, and knows patterns
+        )  # by name: it loads torch, and defines patterns
 
     def model_post_init(self, context: Any) -> None:
         """Raise ValueError for arguments that do not fit together, of a config or of a script's own pattern."""

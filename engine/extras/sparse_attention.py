@@ -127,7 +127,7 @@ def attend(  # noqa: PLR0913 - as scaled_dot_product_attention, with the pattern
     """Return attention [batch, heads, queries, head_dim] of `query` to `key` and `value` [batch, heads, keys, head_dim],
     for the pairs of tokens that the pattern allows.
 
-    `mask`, bool, of a shape that broadcasts to [batch, heads, queries, keys], excludes more pairs: those with False.
+    `mask`, bool, of a shape that broadcasts to [batch, heads, queries, keys], excludes more pairs, where it is False.
     `is_causal` excludes later tokens, as unidirectional patterns always do. `key` and `value` may have fewer heads by a
     whole factor. Fewer queries than keys, as with a cache of keys, are the last tokens. `scale` and `dropout_p` are as in
     `scaled_dot_product_attention`.

@@ -2,7 +2,7 @@
 are on several ranks: ranks take turns as owners, and the class's own step runs over one whole tensor at a time.
 
 [Note: owners]
-A round has as many tensors as there are ranks, the largest first, and rank i owns the i-th one. Each round:
+A round has one tensor per rank, the largest first, and rank i owns the i-th one. Each round:
 1. every rank reads its rows of master, slots and gradient of all tensors of the round, from any tier, the gradient
    in fp32 and multiplied once (see [Note: the update]);
 2. one exchange gives each owner its whole tensor, and the class's own step runs over it, on the device that computes;
@@ -11,7 +11,7 @@ equal the class's own over the whole tensor on every tier, stage and number of r
 copies of one tensor: read, received, whole, and to send back. If every rank has all rows nothing is exchanged, and each
 updates every tensor.
 
-A rank that fails continues with the exchanges, since others wait in them, and raises at the end.
+A failed rank continues with the exchanges, since others wait in them, and raises at the end.
 """
 
 from __future__ import annotations
@@ -434,7 +434,7 @@ def lamb_step(
     group: Mapping[str, Any],
 ) -> torch.Tensor:
     """Take step number `steps` of LAMB in place; return the factor of the tensor, a tensor without dimensions, which is 0
-    where a norm was 0 and the step was taken with factor 1."""
+    with a norm of 0, which were stepped with factor 1."""
     beta1, beta2 = group["betas"]
     moment.mul_(beta1).add_(gradient, alpha=1 - beta1)
     squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -8,7 +8,7 @@ is at most half a scale, and a value that is not finite makes its whole block so
 i of a block's first half, and above it element i of its second half.
 
 The rows of several parameters are sent as all scales, then all elements: `bits` / 8 bytes an element and 4 bytes a block.
-Parameters are only cut between blocks, and blocks do not span two, so the bytes of one do not depend on the others.
+Parameters are only cut between blocks, and blocks do not span two, so a parameter's bytes do not depend on others.
 
 [Note: quantized gathers]
 Each rank quantizes its rows of the matrices of a unit, all ranks get all bytes, and dequantize them, their own too: so all
@@ -26,7 +26,7 @@ instead of g n - g: a g-th of the bytes leave it.
 [Note: the secondary shards]
 After a gather over all ranks each rank keeps the part of the parameter for its place in its group, so that the group has
 all values. Until they change, later gathers, by the backward and by further micro-batches, are within the group, with the
-same bits. A step invalidates the secondary shards of trained parameters; those of frozen ones stay. They are in device
+same bits. A step invalidates the secondary shards of trained parameters; frozen parameters' stay. They are in device
 memory on every tier, and exist on all ranks or none: a gather makes them, and a change of values, both of all ranks,
 invalidates them.
 """
@@ -55,8 +55,8 @@ _WEIGHT_BITS = 8
 _SCALE_BYTES = 4
 _TILE_NUMEL = {"cpu": 256 * 1024}
 _DEVICE_TILE_NUMEL = 16 * 1024 * 1024
-"""Elements quantized or dequantized at a time: fp32 values that stay in the CPU's caches, or are a small part of a device's
-memory."""
+"""Elements quantized or dequantized at once: fp32 values that stay in the CPU's caches, or are a small part of a
+device's memory."""
 
 
 def encoded_bytes(numel: int, bits: int) -> int:
@@ -278,7 +278,7 @@ class SecondaryShards(Replica):
         return self._within
 
     def grid(self, record: ParameterRecord) -> Grid:
-        return record.grid.joined(self._between.world_size)  # cuts are among those of all ranks
+        return record.grid.joined(self._between.world_size)  # cuts are among the cuts of all ranks
 
     def has(self, records: Iterable[ParameterRecord]) -> bool:
         return all(record in self._current for record in records)

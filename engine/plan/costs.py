@@ -27,8 +27,8 @@ Changes = dict[str, Any]
 
 
 def rungs(config: Config, world_size: int, *, device_is_host: bool, folder: str) -> Iterator[tuple[str, Changes]]:
-    """Yield (title, changes) of a resolved config that save memory, in the order to try them; each adds to those before.
-    `folder` is on the drive to use."""
+    """Yield (title, changes) of a resolved config that save memory, in the order to try them; each adds to the previous
+    ones. `folder` is on the drive to use."""
     batch, stage = config.batch, config.stage
     state, parameters = config.offload_optimizer.device, config.offload_param.device
     if batch.micro_batch_size > 1 and config.settings.batch_section is None:
@@ -191,7 +191,7 @@ class PlannedRun:
 
     def ladder(self, config: Mapping[str, Any], folder: str = "/local_nvme") -> Iterator[Costs]:
         """Yield the needs of a config with the changes of the ladder up to each rung. State goes to the config's drive, or
-        `folder`, with a host budget, if there was none, that keeps in memory as much as fits. A rung that conflicts with
+        `folder`, with a host budget, if not set, that keeps in memory as much as fits. A rung that conflicts with
         other keys of the config is skipped."""
         changes, resolved = Changes(), self.resolved(config)
         drives = (*resolved.offload_optimizer.nvme_paths, *resolved.offload_param.nvme_paths, folder)

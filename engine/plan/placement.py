@@ -227,8 +227,8 @@ def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool
 def _share_on_device(needs: Mapping[str, Need], settings: PlacementSettings) -> set[str]:
     """Return the parameters whose state stays on the device although the optimizer is offloaded.
 
-    At most `1 - ratio` of the elements, and so many that no other parameter would fit. The first parameters are chosen: their
-    gradients are the last of a backward, with nothing left to hide a transfer.
+    At most `1 - ratio` of the elements, and enough that no other parameter would fit. The first parameters are chosen:
+    their gradients are the last of a backward, with nothing left to hide a transfer.
     """
     if settings.optimizer == "none" or settings.ratio == 1:
         return set()

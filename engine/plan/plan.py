@@ -23,7 +23,7 @@ from ..params.sharding import D, GradientTypes, Sharding
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes by place, without padding, as the store counts them. Each byte is in one of the three."""
+    """Bytes by place, without padding, as the store counts them. Each byte is in exactly one of the three."""
 
     device: int = 0
     host: int = 0
@@ -167,7 +167,7 @@ class Plan:
     budget_used_bytes: int
     """Bytes of host memory that count against the budget, buffers included."""
     budget_full_bytes: int
-    """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
+    """Budget with which nothing would be on disk (except parameters beyond `max_in_cpu_numel`)."""
     gathered_bytes: int
     """Peak of the bytes of gathered parameters: a unit in use and the next one. Outside the budget."""
     packs_small: bool = False

@@ -70,8 +70,8 @@ def plan_run(
     device_is_host: bool,
     device_bytes: int | None = None,
 ) -> Plan:
-    """Return the places of all state (all ranks), which rank 0 logs if something is offloaded. `device_bytes` is the memory of
-    a device that is not the host; a CUDA device's own, by default.
+    """Return the places of all state (all ranks), which rank 0 logs if anything is offloaded. `device_bytes` is the
+    memory of a device that is not the host; a CUDA device's own, by default.
 
     `slots` are the optimizer's for each parameter that it updates. Raises BudgetError, on every rank, if the state does not
     fit into the host budget, the device or the host's memory.

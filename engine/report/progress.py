@@ -69,7 +69,7 @@ def _value_of(loss: torch.Tensor | None) -> Loss:
 
 
 class RunReport:
-    """Reports losses and steps as the config says. See [Note: metrics].
+    """Reports losses and steps as configured. See [Note: metrics].
 
     The loss is copied from the device once in a step that is reported, else never.
     """
@@ -103,7 +103,7 @@ class RunReport:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the block's seconds to those of a phase."""
+        """Add the block's seconds to a phase's."""
         self.wait()
         start = time.perf_counter()
         try:
@@ -244,8 +244,8 @@ class RunJournal:
         return self._training.counters.global_steps
 
     def note(self, *, tokens: int | None = None, total_steps: int | None = None) -> None:
-        """Set what the engine cannot know: the tokens of a step over all ranks, from the current one until the next call, and
-        the planned steps of the run."""
+        """Set values that the engine cannot know: the tokens of a step over all ranks, from the current one until the
+        next call, and the planned steps of the run."""
         self._utilisation.tokens = self._utilisation.tokens if tokens is None else tokens
         self._total_steps = self._total_steps if total_steps is None else total_steps
 
@@ -327,7 +327,7 @@ class RunJournal:
         return record
 
     def loaded(self, path: str, tag: str, elapsed_s: float, read_bytes: int, *, resumes: bool) -> None:
-        """Record that a checkpoint was loaded, to resume its run or to start another."""
+        """Record that a checkpoint has been loaded, to resume its run or to start another."""
         if self._run_id is None and self._utilisation.step_s is None:
             self._first_step = self._step
         self._utilisation.reset()

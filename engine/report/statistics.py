@@ -1,7 +1,7 @@
-"""Counters of one rank since its engine was made: the traffic and waits of each link, memory, and model FLOPs utilisation.
+"""Counters of one rank since its engine was created: the traffic and waits of each link, memory, and model FLOPs utilisation.
 
 [Note: links]
-docs/metrics.md lists the names in `EngineStatistics.links`; a link that was never used is missing. `disk_prefetch`,
+docs/metrics.md lists the names in `EngineStatistics.links`; an unused link is missing. `disk_prefetch`,
 `optimizer_read` and `optimizer_write` are parts of `disk_read` and `disk_write`; parameters on disk that are their own masters
 count as the optimizer's. With groups of ranks `within_group` and `between_groups` count every collective but `control` a
 second time. Busy time is summed over concurrent operations, so it may exceed the time that passed.
@@ -91,7 +91,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStatistics:
-    """Counters of this rank since the engine was made."""
+    """Counters of this rank since the engine was created."""
 
     forward_s: float
     backward_s: float
@@ -117,13 +117,13 @@ class EngineStatistics:
     mfu: float | None
     """Model FLOPs utilisation of the last step, 0 to 1, on rank 0; None: not known."""
     activations: ActivationStatistics | None
-    """Activations that leave the device; None if none does."""
+    """Activations that leave the device; None without any."""
 
 
 def engine_statistics(
     training: Training, times: PhaseTimes, saves_s: Mapping[str, float], utilisation: StepUtilisation
 ) -> EngineStatistics:
-    """Return the counters now; `saves_s` are the seconds for which saves delayed training, by kind."""
+    """Return the current counters; `saves_s` are the seconds for which saves delayed training, by kind."""
     world, state, hooks = training.world, training.state, training.hooks
     store = state.store.statistics()
     return EngineStatistics(

@@ -90,7 +90,7 @@ class Streams:
         """Order work that this thread submits from now on after the event; the host does not wait."""
 
     def query(self, event: Event) -> bool:
-        """Return whether the event was reached, so that `wait` would not block."""
+        """Return whether the event has been reached, so that `wait` would not block."""
         return True
 
     def stream_context(self) -> StreamContext:
@@ -99,7 +99,7 @@ class Streams:
 
 
 class CudaStreams(Streams):
-    """Streams of a CUDA device: one for each direction of copies besides the one that computes."""
+    """Streams of a CUDA device: one for each direction of copies besides the compute stream."""
 
     device_is_host = False
 
@@ -372,8 +372,8 @@ def one_thread(enabled: bool = True, *, most: int = 1) -> AbstractContextManager
 
 
 def threads_for(numels: Sequence[int]) -> int:
-    """Return the number of threads for `side_by_side` over tiles of arrays of so many elements: one if torch has one, if there
-    is little work, or if arrays are so small that Python, with its lock, takes longer."""
+    """Return the number of threads for `side_by_side` over tiles of arrays of this many elements: one if torch has one,
+    if there is little work, or if arrays are so small that Python, with its lock, takes longer."""
     numel = sum(numels)
     if numel < len(numels) * _MIN_MEAN_NUMEL:
         return 1
@@ -390,9 +390,9 @@ def side_by_side(
 ) -> None:
     """Call `work` on all `items`, on `num_threads` threads, which share torch's threads and each enter `context`.
 
-    The threads take the items in order. They wait for each other only at the end, and do not spin in each operation as torch's
-    threads do. All items are made before the first is taken: threads that waited for new ones slept longer than they worked.
-    The first error stops items that have not started. With one thread the caller does the work, with all torch threads.
+    The threads take the items in order. They wait for each other only at the end, and do not spin in each operation as
+    torch's threads do. All items exist before the first is taken: threads that waited for new ones slept longer than they
+    worked. The first error stops items that have not started. With one thread the caller does the work, with all torch threads.
     """
     if num_threads <= 1:
         for item in items:

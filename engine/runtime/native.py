@@ -37,7 +37,7 @@ Tensors = Sequence[torch.Tensor]
 
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
 _WHEEL = "_adamw*.so"
-"""The library that was built with the wheel, in this folder."""
+"""The library built with the wheel, in this folder."""
 _COMPILE_LIMIT_S = 30.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_THREADS = 16
@@ -189,7 +189,7 @@ _TAILS = [sum(e) for e in product((_LERP, 0), (_SQUARE_MOMENT, _SQUARE_GRADIENT,
 _WIDTHS = (8, 16, 4)
 """Sizes of torch's usual vectors on x86, of AVX-512's, and of NEON's."""
 _HEAD, _SIZES = 4096, [1 + number % 15 for number in range(200)]
-"""Elements of a tensor that is a body alone, and of tails."""
+"""Elements of a tensor that is only a body, and of tails."""
 _PROBE = {"lr": 0.01, "beta2": 0.999, "weight_decay": 3.923270106315607, "eps": 1e-8}
 """`1 - lr * weight_decay` has another value in fp32 if it is contracted."""
 _CASES = (
@@ -234,7 +234,7 @@ class _Case:
 
 
 def _find_form(library: ctypes.CDLL) -> Form:
-    """Return the form in which the library has the bits of torch's kernel. Raises ZstoreError if there is none."""
+    """Return the form in which the library has the bits of torch's kernel. Raises ZstoreError if no form has."""
     cases = [_Case(*case) for case in _CASES]
 
     def first(forms: Iterable[Form], of_body: bool) -> Form:

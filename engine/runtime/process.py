@@ -127,7 +127,7 @@ class StopSignals:
 
 
 class FrozenObjects:
-    """Freezes the present objects until `end` of this engine, or until another is made. See [Note: the collector].
+    """Freezes the existing objects until `end` of this engine, or until another is created. See [Note: the collector].
 
     With several engines nothing is frozen, since only the collector finds one dropped without `close()`. Nor if the
     application froze objects, since only all can be unfrozen."""

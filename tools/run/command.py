@@ -238,7 +238,7 @@ _PASSED = re.compile(
     r"(NCCL|GLOO|UCX|MLFLOW|WANDB|HF|HUGGINGFACE|TOKENIZERS|TRANSFORMERS|TORCH|PYTORCH|PYTHON|OMP|MKL|ZSTORE|DEEPSPEED|AWS)_?.*"
     r"|CUDA_(HOME|LAUNCH_BLOCKING|DEVICE_ORDER|DEVICE_MAX_CONNECTIONS)|LD_LIBRARY_PATH|PATH|VIRTUAL_ENV|TMPDIR"
 )
-"""Names of variables that are always passed to other machines: those that training libraries read, and search paths."""
+"""Names of variables that are always passed to other machines: read by training libraries, and search paths."""
 
 
 def _exported(given: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -2,9 +2,9 @@
 over ssh.
 
 [Note: how a run ends]
-On a signal, ranks save and exit with 75, at slightly different times; when one fails, the others find out which and say
-so. So signals are forwarded and no rank is killed at once: after a failure, SIGINT or the loss of the launcher, those that
-still run get a grace period. Torch's elastic agent kills all ranks of a machine as soon as one has ended, so it is not used.
+On a signal, ranks save and exit with 75, at slightly different times; when one fails, the others find out which and say so.
+So signals are forwarded and no rank is killed at once: after a failure, SIGINT or the loss of the launcher, ranks still
+running get a grace period. Torch's elastic agent kills all ranks of a machine as soon as one has ended, so it is not used.
 Ranks get the variables that torchrun sets, and rendezvous through a TCPStore in the first machine's launcher.
 """
 
@@ -117,7 +117,7 @@ class Control:
         return [line.decode() for line in lines]
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Return the signals that it forwarded: SIGKILL to end at once, SIGTERM when the launcher is lost."""
+        """Return the signals that it has forwarded: SIGKILL to end at once, SIGTERM when the launcher is lost."""
         if not select.select([self._descriptor], [], [], timeout_s)[0]:
             return []
         numbers = [int(line) for line in self.take()]

@@ -40,7 +40,7 @@ _GAP_BYTES = 1024 * 1024
 
 
 class Reader(StorageReader):
-    """Reads the checkpoint at `path`: its own folder or URL, or one of checkpoints and a `tag` (default: the newest).
+    """Reads the checkpoint at `path`: its own folder or URL, or a folder of checkpoints and a `tag` (default: the newest).
 
     Any checkpoint that zstore opens can be read, including an engine's or other software's; without DCP's own mapping,
     weights are found under "model", optimizer state under "optimizer". Entries that are pickles are refused unless
@@ -139,7 +139,7 @@ class Reader(StorageReader):
                 self._source = open_checkpoint(path.parent, path.name)
             else:
                 self._source = open_source(self.path, self._tag, storage_options=self._storage_options)
-            # Closes a load that DCP gives up before the end.
+            # Closes a load that DCP abandons before the end.
             self._forget = closing_with(self, self._source.close)
         return self._source
 
@@ -156,7 +156,7 @@ class Reader(StorageReader):
 
 
 def _describe(spec: ArraySpec) -> TensorStorageMetadata:
-    """Return a tensor as DCP knows it. See [Note: one chunk]."""
+    """Return a tensor's metadata for DCP. See [Note: one chunk]."""
     size = torch.Size(spec.shape)
     chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)]
     return TensorStorageMetadata(properties=TensorProperties(dtype=torch_dtype(spec.dtype)), size=size, chunks=chunks)

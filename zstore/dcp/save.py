@@ -1,9 +1,9 @@
 """A save by torch.distributed.checkpoint: rank 0's plan of all files and its commit, and the work of each rank.
 
 [Note: pieces and shards]
-One rank writes a shard. If the pieces of a tensor are the shards of some grid (rows, as FSDP cuts them), each rank writes
-those that it has. If not (columns, several dims), the ranks put their pieces into files, and each shard is put together
-by one rank, its owner.
+One rank writes a shard. If the pieces of a tensor are the shards of some grid (rows, as FSDP cuts them), each rank
+writes those that it has. Otherwise (columns, several dims) the ranks put their pieces into files, and each shard is put
+together by one rank, its owner.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zstore.io.memory import dtype_name
 PIECES_FOLDER = "pieces"
 """Folder inside a save's temporary folder for pieces that ranks exchange. Removed before the commit."""
 TIMEOUT_S = 1800.0
-"""How long a rank waits for pieces of others."""
+"""How long a rank waits for others' pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Save:
         self._committer = Committer(self._files, path.parent, path.name, self.id)
         self._folder = self._committer.temporary
         self._flush: Flush | None = None
-        """Makes durable all that ranks write, so that they do not; None: each rank does so, file by file."""
+        """Flushes all files that ranks write, so that they need not; None: each rank does so, file by file."""
         self._tag = path.name
         self._paths = _paths(plans)
         tensors: dict[str, list[TensorWriteData]] = defaultdict(list)
@@ -231,7 +231,7 @@ def _name(paths: dict[str, KeyPath], tensors: Iterable[str]) -> dict[str, str]:
 
 
 def _paths(plans: Sequence[SavePlan]) -> dict[str, KeyPath]:
-    """Return the path of every entry, by its key; the key alone if the planner keeps no paths."""
+    """Return the path of every entry, by its key; just the key if the planner keeps no paths."""
     kept: dict[str, KeyPath] = {}
     for plan in plans:
         if isinstance(plan.planner_data, dict):

@@ -42,7 +42,7 @@ _of_thread = threading.local()
 
 
 class Writer(StorageWriter):
-    """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share.
+    """Writes the checkpoint `path`, a new folder, in a folder of checkpoints that all ranks share.
 
     `step` is the record's step; by default the number at the end of `path`, as in `step-100`, else 0. An existing
     checkpoint is refused unless `overwrite`. Raises UsageError for a URL.
@@ -150,7 +150,7 @@ def _folder_of(path: UserPath) -> Path:
 
 
 def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Workers) -> list[WriteResult]:
-    # Pieces first: other ranks wait for them. A batch takes the CPU memory of a few tensors at a time.
+    # Pieces first: other ranks wait for them. A batch takes the CPU memory of a few tensors.
     def goes_last(item: WriteItem) -> bool:
         return item.tensor_data is None or not writer.work.arrays[item.index.fqn].boxes
 

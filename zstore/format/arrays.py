@@ -14,8 +14,8 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
 - A chunk on the border between two ranks is read by both, so loading on N' ranks reads about (N'-1) chunks of an array
   too many. Few ranks have large shards: then a chunk is 1/144 of the array instead, but not under 200 KiB, since
   smaller ones make every step slower (110 M parameters on 2 cores: 4 % at 200 KiB, 10 % at 96).
-- Among chunk sizes near that target, the one that pads the shard least, and then leaves least unused in 4-KiB blocks.
-- The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type. An array of
+- Among chunk sizes near that target, the one that pads the shard least, then wastes least in 4-KiB blocks.
+- The grid depends only on shape and world size, so all state of a parameter shares it, whatever its data type. An array of
   one bit an element is bytes in a row; a chunk has the bytes of the elements' chunk (`Grid.packed`).
 - An array that keeps more than two extents has rows of several. A row that is cut is cut along one of them, into equal parts
   of it with all later extents, so chunks keep the elements' order.
@@ -162,7 +162,7 @@ class ArraySpec(Shaped):
 
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape on disk: its own with `keeps_shape`, else as `stored_shape` says."""
+        """Shape on disk: its own with `keeps_shape`, else `stored_shape`'s."""
         return self.shape if self.keeps_shape else stored_shape(self.shape)
 
     @cached_property
@@ -344,7 +344,7 @@ def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
 def grid_of_rows(stored_shape: tuple[int, ...], shard_rows: int) -> Grid | None:
     """Return the grid of an array whose ranks have `shard_rows` rows each and the last one the remainder, as FSDP2 cuts it.
 
-    A store that cuts the state of such a parameter alike has files that a checkpoint takes as they are. Chunks are of a
+    A store that cuts the state of such a parameter alike has files that a checkpoint can use unchanged. Chunks are of a
     useful size and end at aligned addresses; None if that is impossible.
     """
     rows, row_numel = stored_shape[0], math.prod(stored_shape[1:])

@@ -164,7 +164,7 @@ def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
 def flat_ranges(box: Box, most_numel: int, gap_numel: int) -> list[tuple[int, int]]:
     """Return the flat ranges to read for a box: its runs, joined if they are at most `gap_numel` apart.
 
-    A range that was joined has at most about `most_numel` elements.
+    A joined range has at most about `most_numel` elements.
     """
     ranges: list[tuple[int, int]] = []
     for start in box.starts(0, box.num_runs).tolist():

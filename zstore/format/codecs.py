@@ -54,7 +54,7 @@ class Codec:
     def decode(self, data: Bytes, out: Bytes) -> None:
         """Decode `data` into `out`. See [Note: compressed chunks].
 
-        Raises CodecError unless that gives exactly as many bytes.
+        Raises CodecError unless the result has exactly that size.
         """
         promised = _zstd_bytes(data)
         if promised != out.size:

@@ -55,7 +55,7 @@ class ShardLayout:
     num_chunks: int
     """Entries of the index."""
     num_present: int
-    """Leading chunks that are stored; the others are marked missing."""
+    """Number of leading chunks that are stored; the others are marked missing."""
     payload_bytes: int
     """Bytes of a chunk, without its crc32c."""
 
@@ -111,7 +111,7 @@ def encode_index(layout: ShardLayout) -> bytes:
 
 @lru_cache(maxsize=256)
 def small_index(layout: ShardLayout) -> Bytes:
-    """Return `encode_index` of a small file, whose layout many others have."""
+    """Return `encode_index` of a small file, whose layout many files share."""
     return np.frombuffer(encode_index(layout), np.uint8)
 
 
@@ -137,7 +137,7 @@ def checksum_error(array: str, what: str, path: str, offset: int, nbytes: int) -
 
 
 def check_index(layout: ShardLayout, data: bytes | memoryview | Bytes, *, path: str, array: str) -> None:
-    """Check that `data`, the first bytes of a shard file, is the index that `layout` says.
+    """Check that `data`, the first bytes of a shard file, is the index of `layout`.
 
     Raises CorruptionError if the checksum is wrong or the entries belong to another layout.
     """
@@ -183,7 +183,7 @@ def verify_slots(
     """Check the crc32c of every slot in `slots`, chunks from number `first_chunk` on; return the checksums. Errors name offsets
     in a shard file, or in a file where chunk 0 is at `base`.
 
-    Raises CorruptionError that names array, file, chunk and offset of the first one that is wrong.
+    Raises CorruptionError naming array, file, chunk and offset of the first wrong chunk.
     """
     crcs: list[int] = []
     for number, slot in enumerate(slot_views(slots, layout), start=first_chunk):
@@ -215,14 +215,14 @@ class ScatteredMemory:
         return ScatteredMemory(found)
 
     def fill(self, data: bytes | Bytes) -> None:
-        """Copy `data`, of as many bytes, into the places."""
+        """Copy `data`, of the same size, into the places."""
         source, at = np.frombuffer(data, np.uint8).data, 0
         for view in self.views:
             view[:] = source[at : at + view.nbytes]
             at += view.nbytes
 
     def copy_into(self, out: Bytes) -> None:
-        """Copy the places' bytes into `out`, of as many bytes."""
+        """Copy the places' bytes into `out`, of the same size."""
         target, at = out.data, 0
         for view in self.views:
             target[at : at + view.nbytes] = view

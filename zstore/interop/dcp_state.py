@@ -8,7 +8,7 @@ tensor of path
     (..., "optim", "state", fqn, slot)                     is `optimizer/<slot>/<fqn>`, with "optimizer(s)" likewise
     (..., "optim", "state.<fqn>.<slot>")                   is `optimizer/<slot>/<fqn>`, an optimizer that is flattened
 and any other is `client/<key>`. If there are several models, or optimizers, the path before the name is a part of the name.
-The record keeps each path that `default_path` does not give.
+The record keeps each path that `default_path` does not return.
 
 [Note: values]
 Numbers, text and containers of them are kept in the record, exactly: a tuple stays a tuple. `bytes` are an array
@@ -100,7 +100,7 @@ def _optimizer_state(path: Path) -> tuple[Path, str, str] | None:
 
 
 def default_path(name: str) -> Path:
-    """Return the path of an array for which a record keeps none, as of a checkpoint that DCP did not write."""
+    """Return the path of an array without one in the record, as in a checkpoint that DCP did not write."""
     group, _, rest = name.partition("/")
     if group == "optimizer":
         slot, _, fqn = rest.partition("/")
@@ -146,7 +146,7 @@ def encode_value(value: object) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """Return the value that `encode_value` was given; raises CorruptionError for anything else."""
+    """Return the value that `encode_value` encoded; raises CorruptionError for anything else."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
     if not isinstance(value, dict):

@@ -141,7 +141,7 @@ class WeightsReader:
     def read_into(self, weight: StoredWeight, first: int, out: npt.NDArray[Any]) -> None:
         """Fill `out` (1-D, contiguous, of the weight's data type) with its flat elements from `first` on.
 
-        Raises StorageError if the file cannot be read, CorruptionError if it was changed since its header was read.
+        Raises StorageError if the file cannot be read, CorruptionError if it has changed since its header was read.
         """
         data = out.view(np.uint8)
         # Opened for each read: a model may have more files than a process may have open.

@@ -42,7 +42,7 @@ class ForeignSource(ArraySource):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of arrays that were read so far."""
+        """Bytes of arrays read so far."""
         with self._lock:
             return self._read_bytes
 

@@ -86,7 +86,7 @@ Blocks = list[tuple[Box, FileRange]]
 
 
 class TorchDcpSource(ForeignSource):
-    """The checkpoint in `folder`. Names are mapped as `docs/dcp.md` says.
+    """The checkpoint in `folder`. Names are mapped as in `docs/dcp.md`.
 
     Raises CorruptionError if it is damaged, CheckpointMismatchError for parts that are not supported: storage formats other
     than `FileSystemWriter`'s, and data types that the format does not store.

@@ -2,9 +2,9 @@
 
 [Note: foreign pickles]
 A pickle is a program that may name any function. torch's unpickler for weights runs it, which calls only functions that build
-tensors and plain containers. Classes that it does not know are replaced by `Inert` ones for the time of the load: their
-objects keep what the pickle gives them, and nothing of the class is imported. Tensors are loaded to the device "meta",
-without their values, which `TorchTensor.read` reads from the file by ranges. Source: torch/serialization.py of torch 2.13.
+tensors and plain containers. Classes that it does not know are replaced by `Inert` ones during the load: their objects keep
+the content of the pickle, and nothing of the class is imported. Tensors are loaded to the device "meta", without their
+values, which `TorchTensor.read` reads from the file by ranges. Source: torch/serialization.py of torch 2.13.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 _loading = threading.Lock()
-"""torch keeps the classes that are safe to load for all threads."""
+"""torch's list of classes that are safe to load is shared by all threads."""
 
 
 class Inert:
@@ -116,7 +116,7 @@ class TorchTensor(Shaped):
 
 
 def load_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
-    """Return the object that was saved into the file, with a `TorchTensor` for each tensor, and `Inert` objects.
+    """Return the object saved in the file, with a `TorchTensor` for each tensor, and `Inert` objects.
 
     Of a file of many archives, `part` is offset and bytes of one. Raises CorruptionError if the file is missing or
     damaged, CheckpointMismatchError if torch refuses its pickle, StorageError if it cannot be read.
@@ -154,7 +154,7 @@ def load_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
 
 
 class _Located:
-    """Puts a `TorchTensor` in place of each tensor of an object that was loaded from a file's bytes `[start, stop)`."""
+    """Puts a `TorchTensor` in place of each tensor of an object loaded from a file's bytes `[start, stop)`."""
 
     def __init__(self, path: Path, start: int, stop: int) -> None:
         self._path, self._start, self._stop = path, start, stop

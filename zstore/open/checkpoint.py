@@ -39,7 +39,7 @@ Index = SupportsIndex | slice | EllipsisType | None
 Key = Index | tuple[Index, ...]
 
 _BLOCK_BYTES = 8 * 1024 * 1024
-"""About the bytes of rows that are read at a time, to select from them."""
+"""Approximate bytes of rows that are read at once, to select from them."""
 
 
 class LazyArray:
@@ -146,7 +146,7 @@ class LazyArray:
 
 def _expanded(key: Key, ndim: int) -> tuple[Any, ...]:
     """Return the key with a slice for each extent that `...` replaces or that is omitted. Raises IndexError unless it has
-    whole numbers, slices, `...` and None alone."""
+    only whole numbers, slices, `...` and None."""
     items = list(key) if isinstance(key, tuple) else [key]
     given = [item for item in items if item is not None and item is not Ellipsis]
     for item in given:
@@ -337,7 +337,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
         return zarr.open_group(zarr.storage.LocalStore(self.location, read_only=True), mode="r")
 
     def _for_fsspec(self) -> tuple[str, dict[str, Any]]:
-        """Return URL and storage options by which fsspec opens the tag's folder."""
+        """Return URL and storage options with which fsspec opens the tag's folder."""
         if self.location.startswith("http") and isinstance(self.source, CheckpointReader):
             from ..remote.service import ServiceFolder
 

@@ -1,4 +1,4 @@
-"""Opens the checkpoint that a path or URL names: one of ours, or one of other software; and a store that loads them.
+"""Opens the checkpoint that a path or URL names, zstore's or other software's; and a store that loads them.
 
 [Note: read ahead]
 A coroutine opens a checkpoint with the same code in a thread. The files that it will most likely read are read before that,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _URL_WITH_PATH = re.compile(r".+://[^/]+/.")
 """An `@` before the path is part of the address."""
 _NUM_READS = 16
-"""Small files read at a time."""
+"""Small files read concurrently."""
 _MAX_BYTES = {RECORD_FILE: MAX_RECORD_BYTES, METADATA_FILE: MAX_JSON_BYTES, LATEST_FILE: MAX_LATEST_BYTES}
 
 T = TypeVar("T", bound=Closing)

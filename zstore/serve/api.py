@@ -75,7 +75,7 @@ class Cache(Generic[V]):
 
 
 class Library:
-    """The runs that settings name, their checkpoints and journals as far as they were read, and uploads."""
+    """The runs that settings name, their checkpoints and journals as far as they have been read, and uploads."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

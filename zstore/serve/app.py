@@ -1,9 +1,9 @@
 """The application: its routes, their permissions, the status of each error; and the server that runs it.
 
 [Note: who may do what]
-One token reads and writes, another only reads; without any, the service listens on this machine alone and only reads. Programs
-send `Authorization: Bearer TOKEN`. A browser asks for the token itself (HTTP Basic, under any name), and sends it with requests
-of any page: so writing takes Bearer alone. Without a token the `Host` must be this machine: see docs/design/0008-service.md.
+One token reads and writes, another only reads; without any, the service listens only on this machine and only reads. Programs
+send `Authorization: Bearer TOKEN`. A browser asks for the token itself (HTTP Basic, under any name), and sends it with
+requests of any page: so writing requires Bearer. Without a token `Host` must be this machine: docs/design/0008-service.md.
 """
 
 from __future__ import annotations

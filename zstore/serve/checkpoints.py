@@ -23,7 +23,7 @@ from ..errors import CheckpointNotFoundError
 from .models import CheckpointEntry, CheckpointList, Newest, RefusedFolder
 
 _MIN_AGE_S, _AGE_FACTOR = 0.5, 10.0
-"""A list is made again after this time, or so many times what making it took."""
+"""A list is remade after this time, or after this many times the time that it took."""
 _REMOTE_AGE_S = 10.0
 _TICK_NS = 50_000_000
 """Two changes within this time may have the same time in a file system."""

@@ -82,7 +82,7 @@ class Representation:
     etag: str | None
     """Changes whenever the bytes under the same URL do. None: not known."""
     media_type: str
-    """Never one that a browser runs."""
+    """Never a type that a browser runs."""
     blocks: Callable[[int, int], Blocks]
     """Yields bytes `[start, stop)`, and closes what they are read from."""
     close: Callable[[], None] = lambda: None
@@ -188,7 +188,7 @@ def _has_etag(header: str, etag: str | None, *, weak: bool) -> bool:
 
 async def answer(request: Request, headers: Mapping[str, str], found: Representation) -> Response:
     """Return the answer with what a request with `headers` asks for. Its first block is made before anything is sent, so that
-    what is wrong with it still is an answer; what is wrong with a later one ends the connection before all bytes were sent."""
+    an error in it is still an answer; an error in a later block ends the connection before all bytes are sent."""
     part = choose(request.method, headers, found.etag, found.size)
     shown = {"Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", "X-Content-Type-Options": "nosniff"}
     shown |= part.headers | ({} if found.etag is None else {"ETag": found.etag})
@@ -311,8 +311,8 @@ def _open_local(library: Library, place: Place, media_type: str) -> Representati
 def _open_below(place: Place) -> int:
     """Return a descriptor of the file or folder at a place of this machine.
 
-    No link is followed and no other way leads out, even if something changes on the way; but the folder of a checkpoint
-    may be a link to another one in the same folder. Raises FileNotFoundError if it is missing, or is a link.
+    No link is followed and no other path leads out, even if something changes during the call; but the folder of a
+    checkpoint may be a link to another one in the same folder. Raises FileNotFoundError if it is missing, or is a link.
     """
     descriptor = -1
     try:

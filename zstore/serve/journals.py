@@ -39,7 +39,7 @@ _MAX_START_DELAY_S = 5.0
 
 
 def _validated(model: type[M], lines: Iterable[Mapping[str, Any]]) -> list[M]:
-    """Return what lines say; those that are not what a journal has are left out."""
+    """Return the content of lines; lines that cannot belong to a journal are left out."""
     found = []
     for line in lines:
         with contextlib.suppress(ValidationError):
@@ -52,7 +52,7 @@ def _time_of(record: Mapping[str, Any]) -> float:
 
 
 def _is_alive(session: models.Session) -> bool:
-    """Return whether the process of a session, one of this machine, runs."""
+    """Return whether the process of a session on this machine is running."""
     try:
         with open(f"/proc/{session.pid}/stat", encoding="ascii", errors="replace") as file:
             status, *fields = file.read().rpartition(")")[2].split()
@@ -66,7 +66,7 @@ def _is_alive(session: models.Session) -> bool:
 
 
 class _Sample:
-    """The lines that are kept of one kind. See [Note: samples of steps]."""
+    """The kept lines of one kind. See [Note: samples of steps]."""
 
     def __init__(self, most: int) -> None:
         self._most, self._num_newest = most, max(1, most // 4)
@@ -100,7 +100,7 @@ class RunJournals:
 
     def _reset(self) -> None:
         self._done: dict[str, int] = {}
-        """Bytes that were read of each journal."""
+        """Bytes read of each journal."""
         self._samples = {kind: _Sample(self._most_steps) for kind in (b"step", b"metrics")}
         self._last_step: Record = {}
         self._last_at = 0.0
@@ -185,7 +185,7 @@ class RunJournals:
         return "training" if time.time() - self._last_at < patience_s else "lost"
 
     def summary(self, name: str, location: str) -> models.RunSummary:
-        """Return what the journals say in short."""
+        """Return a summary of the journals."""
         with self._read():
             sessions, end = self._sessions()
             session = sessions[-1] if sessions else None

@@ -18,7 +18,7 @@ Text = Annotated[str, BeforeValidator(lambda value: value[:4096] if isinstance(v
 
 
 class Answer(BaseModel):
-    """What the service says."""
+    """A response of the service."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="ignore")
 
@@ -133,7 +133,7 @@ class Steps(Answer):
     optimizer_s, stall_s, mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes
     per second), stall/<cause>, metric/<name>."""
     epoch: int
-    """Changes when rows that were given before may be others now: then ask for all of them again."""
+    """Changes when rows sent before may have changed: then request all of them again."""
 
 
 class PlacedArray(Answer):
@@ -169,7 +169,7 @@ class CheckpointEntry(Answer):
     shared_bytes: int
     """Of these, the files that other checkpoints of the run also have."""
     freed_bytes: int
-    """Bytes that removing it alone would free."""
+    """Bytes that removing only it would free."""
     num_files: int
     metrics: dict[str, float]
 
@@ -234,5 +234,5 @@ class WeightsFolder(Answer):
     """`GET /weights/{run}/{checkpoint}/?dtype=bf16&max_shard_size=5GB&overflow=error`: files to download, with that query."""
 
     checkpoint: str
-    """By its own name if `latest` was asked for."""
+    """Its own name, even if `latest` was requested."""
     files: list[WeightsFile]

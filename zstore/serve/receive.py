@@ -5,7 +5,7 @@
     PUT    /api/uploads/ID/files/PATH     the root's zarr.json and the manifests, each checked against the record
     POST   /api/uploads/ID/plan           which files are wanted; refused here if the drive has no room
     POST   /api/uploads/ID/claims         (each rank) the SHA-256 of files that a committed checkpoint seems to have
-    PUT    /api/uploads/ID/files/PATH     (each rank) the others; `Content-Range` says from which byte on
+    PUT    /api/uploads/ID/files/PATH     (each rank) the others; `Content-Range` gives the first byte
     POST   /api/uploads/ID/commit         the checkpoint is visible from now on, whole
     GET    /api/uploads?run=RUN           which are running; refused if the run takes none
     GET    /api/uploads/ID?rank=R         the missing files, of all ranks or one
@@ -44,10 +44,10 @@ from .uploads.upload import Upload
 MAX_LINES_BYTES = 1024 * 1024
 """Of a request's lines of a journal."""
 _WRITE_BYTES = 1024 * 1024
-"""Bytes that are written at a time."""
+"""Bytes written at once."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _JOURNALS = threading.Lock()
-"""Journals grow by a few lines at a time."""
+"""Journals grow by a few lines at once."""
 M = TypeVar("M", bound=BaseModel)
 router = APIRouter(prefix="/api", tags=["uploads"])
 
@@ -199,7 +199,7 @@ async def _receive(upload: Upload, path: str, request: Request, offset: int, len
 
 
 def _place_of(content_range: str | None, file: str, num_bytes: int) -> tuple[int, int]:
-    """Return from which byte on the body goes, and how many it has."""
+    """Return the offset of the body, and its length."""
     if content_range is None:
         return 0, num_bytes
     found = _RANGE.fullmatch(content_range)

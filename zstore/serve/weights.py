@@ -141,7 +141,7 @@ async def _weights(
         return JSONResponse(listed.model_dump(), headers={"Cache-Control": "no-store"})
     headers = dict(request.headers)
     if folder != source.path and not {"if-range", "if-match"} & headers.keys():
-        headers.pop("range", None)  # the file that was begun may be another's
+        headers.pop("range", None)  # the file begun may be another's
     file = await run_in_threadpool(lambda: next((file for file in source.files() if file.name == name), None))
     if file is None:
         return await answer(request, headers, await run_in_threadpool(source.companion, name))
@@ -164,7 +164,7 @@ def _folder(source: _Source) -> WeightsFolder:
 
 
 async def _file_blocks(source: _Source, file: _File, start: int, stop: int) -> Blocks:
-    """Yield bytes of a file that is made of a checkpoint. See [Note: bytes that are made on the way]."""
+    """Yield bytes of a file generated from a checkpoint. See [Note: bytes that are made on the way]."""
     if file.layout is None:
         yield file.data[start:stop]
         return

@@ -10,7 +10,7 @@ their NaNs, and values that were too large have to be counted.
 numpy casts one element after another; integer arithmetic over tiles gives the same bits at nearly twice the speed. For normal
 fp16 numbers, the bits of the magnitude, moved to fp16's exponents and rounded at bit 13, are the result. For subnormal ones,
 adding 0.5 rounds the magnitude to multiples of 2^-24, whose count is the last bits of the sum. Both are computed for all
-elements, and the smaller is the result: one that does not apply is not less than the other.
+elements, and the smaller is the result: a value that does not apply is not less than the other.
 """
 
 from __future__ import annotations

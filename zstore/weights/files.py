@@ -81,7 +81,7 @@ class FileLayout:
 
 
 def plan_model(weights: Iterable[Weight], max_file_bytes: int, state: Mapping[str, Any]) -> list[FileLayout]:
-    """Return the files as `plan_files` does, with the names of those from which the checkpoint of `state` was made."""
+    """Return the files as `plan_files` does, with the names of the files that the checkpoint of `state` was made from."""
     stem = state.get(STEM_KEY)
     stem = stem if stem in STEMS else STEM
     return plan_files(weights, sys.maxsize if stem in STEMS_OF_ONE_FILE else max_file_bytes, stem)  # without an index
@@ -182,9 +182,9 @@ class _Block:
 
 
 class BlockFile:
-    """The file `path` of `nbytes`, which exists. Every byte is filled once; a complete block is written at once, so that
-    filling roughly in order takes memory for a few blocks. With its last byte the file is made durable and closed: a model
-    may have more files than a process may open."""
+    """The file `path` of `nbytes`, which exists. Every byte is filled once; a complete block is written at once, so
+    that filling roughly in order takes memory for a few blocks. After its last byte the file is made durable and
+    closed: a model may have more files than a process may open."""
 
     def __init__(self, files: Files, path: Path, nbytes: int, slabs: Slabs) -> None:
         self.path = path
@@ -205,8 +205,8 @@ class BlockFile:
             return self._is_durable
 
     def fill(self, offset: int, nbytes: int, put: Callable[[int, Bytes], None]) -> None:
-        """Fill bytes `[offset, offset + nbytes)`: `put(start, view)` sets those from `offset + start` on, view by view.
-        Returns when the blocks that this completed are written."""
+        """Fill bytes `[offset, offset + nbytes)`: `put(start, view)` sets the bytes from `offset + start` on, view by
+        view. Returns when the blocks that this completed are written."""
         done = 0
         while done < nbytes:
             number, start = divmod(offset + done, _BLOCK_BYTES)

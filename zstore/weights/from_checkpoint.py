@@ -53,7 +53,7 @@ _GROUPS = ("model/", "buffer/")
 _READ_BYTES = 8 * 1024 * 1024
 
 Advance = Callable[[int], None]
-"""Called from several threads with the bytes of arrays that were read and stored."""
+"""Called from several threads with the bytes of arrays read and stored."""
 Put = Callable[[str, int, Array], None]
 """`put(array, first, values)`, from several threads: flat elements of an array from `first` on, 1-D."""
 
@@ -83,8 +83,8 @@ def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
 def choose(names: Iterable[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[str]:
     """Return the `names` that match a pattern of `include` (empty: all) and none of `exclude`, in their order.
 
-    A pattern is a name, which matches it alone, or has `*`, `?` and `[...]` as in a shell; `*` matches dots too. Raises
-    CheckpointMismatchError for a pattern that matches no name, which is most often a mistake.
+    A pattern is a name, which matches only itself, or has `*`, `?` and `[...]` as in a shell; `*` matches dots too.
+    Raises CheckpointMismatchError for a pattern that matches no name, which is most often a mistake.
     """
     known = list(names)
     chosen, left_out = _matched(known, include) if include else set(known), _matched(known, exclude)
@@ -182,7 +182,7 @@ def read_file(
 def _weight_parts(
     reader: ArraySource, layout: FileLayout, start: int, stop: int, overflow: Overflow, part_bytes: int
 ) -> Iterator[memoryview]:
-    """Yield those bytes that are of weights, in parts of at most `part_bytes` of one weight; see `read_file`."""
+    """Yield the bytes of weights, in parts of at most `part_bytes` of one weight; see `read_file`."""
     for number in range(max(0, bisect_right(layout.offsets, start) - 1), len(layout.weights)):
         weight, offset = layout.weights[number], layout.offsets[number]
         if offset >= stop:
@@ -327,7 +327,7 @@ class Companions:
                 self.skipped.append(name)
 
     def add_folder(self, folder: Folder, chosen: Callable[[str], bool], inside: str = "") -> None:
-        """Add the files of a folder of checkpoints, or of one in it, whose names are `chosen`, but no links."""
+        """Add the files named `chosen` of a folder of checkpoints, or of a checkpoint in it, except links."""
         entries = folder.entries()
         for name in filter(chosen, sorted(entries.files)):
             if not inside and _is_weights(name):  # the arrays again; a module's arrays are in its folder

@@ -225,7 +225,7 @@ class DeepSpeedEngine(Engine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the model's whole state dict on rank 0, None on others (all ranks). While it exists, the state dicts of the
-        model's modules on rank 0 have its values, for classes that save those.
+        model's modules on rank 0 have its values, for classes that save them.
 
         `exclude_frozen_parameters` leaves out all frozen parameters except a PEFT model's adapters.
         """
@@ -338,7 +338,7 @@ def _require_agreement() -> None:
 
 _REMOVED = ".removed"
 _saves: dict[str, SaveHandle] = {}
-"""Absolute folder -> the last save in it."""
+"""The last save in each absolute folder."""
 _removals: list[Ticket[None]] = []
 _rmtree: Callable[..., Any] = shutil.rmtree
 
@@ -415,7 +415,7 @@ def _remove_after(handle: SaveHandle, folder: Path) -> None:
         os.replace(folder, renamed)
     except FileNotFoundError:  # removed twice
         return
-    for left in folder.parent.glob(f".*{_REMOVED}"):  # also those of a killed process
+    for left in folder.parent.glob(f".*{_REMOVED}"):  # also a killed process's
         _rmtree(left, ignore_errors=True)
 
 

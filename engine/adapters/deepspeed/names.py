@@ -254,7 +254,7 @@ KNOWN = frozenset(".".join(parts[:depth]) for parts in _LISTED for depth in rang
 
 
 class AnsweredModule(ModuleType):
-    """A module of DeepSpeed's name with zstore's contents. The error of a missing name says what replaces it."""
+    """A module of DeepSpeed's name with zstore's contents. The error for a missing name says what replaces it."""
 
     def __getattr__(self, name: str) -> Any:
         """Return the submodule of that name, which DeepSpeed imports too, if there is one."""

@@ -62,7 +62,7 @@ def _adam(
 ) -> Optimizer:
     params = list(params)
     if params and isinstance(params[0], dict):
-        # accelerate makes a DeepSpeedCPUAdam of the groups of any offloaded optimizer: keep the original class.
+        # accelerate creates a DeepSpeedCPUAdam from the groups of any offloaded optimizer: keep the original class.
         other = _BY_KEYS.get(frozenset(params[0]) - {"params", "initial_lr"})
         if other is not None:
             return other(params)

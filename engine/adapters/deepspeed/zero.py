@@ -39,7 +39,7 @@ class ZeroParamStatus(Enum):
     AVAILABLE = 1
     """It has all of them."""
     NOT_AVAILABLE = 2
-    """They are sharded; GatheredParameters gives them."""
+    """They are sharded; GatheredParameters gathers them."""
     INFLIGHT = 3
     """They are being gathered; never reported."""
 

@@ -8,7 +8,7 @@ as a separate tensor, with its own state.
 [Note: a stored tensor]
 `state_dict()` returns these, so that it takes no memory, and torch.distributed.checkpoint saves and loads through them one
 tensor at a time.
-read    computing with it, copying or pickling it reads the present values into a new plain tensor.
+read    computing with it, copying or pickling it reads the current values into a new plain tensor.
 write   `copy_` and other in-place changes go to the store, also of a part (`narrow`, a slice). Any other view is a copy.
 It is valid until the optimizer is closed.
 """
@@ -73,7 +73,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> LocalRecord:
-    """Return the record of `parameter`. Raises UsageError for one that cannot be updated off the device."""
+    """Return the record of `parameter`. Raises UsageError if it cannot be updated off the device."""
     if parameter.dtype not in DTYPES:
         raise UsageError(
             f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; an offloaded optimizer updates float32, "

@@ -40,7 +40,7 @@ class CheckpointFiles:
 
     path: Path
     model: dict[int, Path]
-    """Model states by rank; rank 0's alone at stages 0 to 2."""
+    """Model states by rank; only rank 0's at stages 0 to 2."""
     optimizer: dict[int, Path]
     """Optimizer states by rank."""
     universal: dict[str, Path]
@@ -132,7 +132,7 @@ def _by_rank(path: Path, names: list[str], kind: re.Pattern[str]) -> dict[int, P
 
 
 def refusal(where: str | Path, what: str, why: str) -> CheckpointMismatchError:
-    """Return the error for a parallel layout, in which no file alone describes a tensor."""
+    """Return the error for a parallel layout, in which no single file describes a tensor."""
     return CheckpointMismatchError(
         f"{where} is a {what} checkpoint of DeepSpeed ({why}), which is not read: the ranks have parts of tensors, and how "
         "they fit together is known to the program that trained. Export its weights with that program, as Hugging Face "

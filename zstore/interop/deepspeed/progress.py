@@ -34,7 +34,7 @@ SCALE_RULES = {
     "consecutive_hysteresis": "consecutive_hysteresis",
     "raise_error_at_min_scale": "raise_error_at_min_scale",
 }
-"""Settings by which a dynamic loss scale changes, and their names in DeepSpeed's scaler."""
+"""Settings of a dynamic loss scale, and their names in DeepSpeed's scaler."""
 
 
 class Progress:
@@ -48,7 +48,7 @@ class Progress:
         self.notes: list[str] = []
         """State that could not be carried over."""
         self.client = Plain(f"{model.where}: client state")
-        """Has the tensors and numpy arrays of the client's state once `record` was made."""
+        """Has the tensors and numpy arrays of the client's state once `record` has been created."""
 
     @property
     def version(self) -> str:
@@ -112,7 +112,7 @@ class Progress:
         }
 
     def _batch(self) -> dict[str, int]:
-        """Return the batch sizes; the config may leave out those that follow from the others."""
+        """Return the batch sizes; the config may omit sizes that follow from the others."""
         train, micro, accumulation = (
             _whole(self._config.get(key))
             for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -160,7 +160,7 @@ class Progress:
         }
 
     def _schedule(self) -> Any:
-        """Return the schedule's state as the engine writes its own; DeepSpeed's schedulers and torch's keep the same."""
+        """Return the schedule's state as the engine writes its own; DeepSpeed's schedulers and torch's have the same."""
         state = self._model.get("lr_scheduler")
         if not isinstance(state, dict):
             return None

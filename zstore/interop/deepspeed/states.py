@@ -108,7 +108,7 @@ class StateReader:
             self._states.parameters[name] = TrainedParameter(shape, elements, dict(each[0]))
 
     def _slots(self, state: Mapping[Any, Any], is_slot: Callable[[int], bool]) -> list[str]:
-        """Return the keys of a state that have as many elements as `is_slot` takes, as those that are cut as the master is;
+        """Return the keys of a state whose number of elements `is_slot` accepts, which are cut like the master;
         other tensors with extents are left out, and noted."""
         names = []
         for key, value in state.items():

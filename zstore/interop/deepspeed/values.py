@@ -1,7 +1,7 @@
 """The content of DeepSpeed's pickles, each entry checked as it is used; and the trained parameters in them.
 
 [Note: flat tensors]
-At stages 1 and 2 a parameter group is one long vector, cut into as many parts as there are ranks: a tensor is a range of
+At stages 1 and 2 a parameter group is one long vector, cut into one part per rank: a tensor is a range of
 it, and may be in several parts. At stage 3 each tensor is cut separately, its last part padded, and each rank's parts of a
 group of tensors follow each other.
 """
@@ -242,7 +242,7 @@ class MemoryPart:
 
 
 Part = TorchTensor | MemoryPart
-"""A flat tensor with a part of others."""
+"""A flat tensor that has a part of other tensors."""
 
 
 @dataclass(frozen=True)

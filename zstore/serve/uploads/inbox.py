@@ -3,7 +3,7 @@
 [Note: who owns a name]
 A run's name belongs to the training run that has checkpoints there; without any, to the first that begins an upload,
 as long as its client sent a request within a quarter of an hour. A later upload of a tag by the same training run replaces
-an earlier one that is not committed: a run has one save of a tag at a time, so the earlier client was killed.
+an earlier one that is not committed: a run has at most one save of a tag running, so the earlier client was killed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Inbox:
             os.rmdir(upload.folder)
 
     def begin(self, offer: UploadOffer) -> UploadState:
-        """Begin an upload, or resume one that was begun; return its state.
+        """Begin an upload, or resume an existing one; return its state.
 
         Raises CheckpointExistsError for a tag, or a name, that is another's, UsageError for a name that no run can have.
         """
@@ -160,7 +160,7 @@ def _committed(folder: Path, record: Record) -> Record | None:
 
 
 def _without_time(record: Record) -> Record:
-    """Return a record without what its place and the time of its commit say."""
+    """Return a record without the fields that depend on its place and commit time."""
     return replace(record, committed_ns=0)
 
 

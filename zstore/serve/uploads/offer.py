@@ -79,7 +79,7 @@ class UploadOffer(_Message):
     overwrite: bool = False
     """Replace a committed checkpoint of the same tag, of any run."""
     replaces_own: bool = False
-    """Replace one of the same run."""
+    """Replace a checkpoint of the same run."""
     keep: Keep | None = None
     """Which checkpoints of the run stay after the commit."""
 
@@ -109,7 +109,7 @@ class UploadState(_Message):
 
 
 class UploadList(_Message):
-    """`GET /api/uploads?run=`: those that are not committed, of one run or all; `files` is empty."""
+    """`GET /api/uploads?run=`: the uncommitted uploads, of one run or all; `files` is empty."""
 
     uploads: list[UploadState]
 
@@ -121,7 +121,7 @@ class Claims(_Message):
 
 
 class Linked(_Message):
-    """Answer to it: those that need not be sent."""
+    """Answer to it: the files that need not be sent."""
 
     linked: list[str]
 
@@ -278,7 +278,7 @@ _PIECE_BYTES = 1024 * 1024
 def verify_shard(path: Path, array: StoredArray, shard: int, crcs: Sequence[int] | npt.NDArray[np.uint32]) -> None:
     """Raise CorruptionError unless the file is the shard with the checksums `crcs`, by chunk, with zeros in between.
 
-    A file of a chunk is read a piece at a time, however large the chunk is; the index is held whole (16 MiB at most).
+    A file of a chunk is read in pieces, however large the chunk is; the index is held whole (16 MiB at most).
     """
     name = array.spec.name
     layout = layout_of(array.grid, shard, array.spec.dtype)

@@ -3,7 +3,7 @@
 [Note: an upload]
     <run>/.uploads/<id>/upload.json     the client's offer, including the record; touched by each request
     <run>/.uploads/<id>/parts/<digest>  an incomplete file; named by the SHA-256 of its path
-    <run>/.uploads/<id>/checkpoint/...  whole files: each was made durable and checked before it got its name
+    <run>/.uploads/<id>/checkpoint/...  complete files: each is made durable and checked before it gets its name
 
 This is all of an upload's state, so a restarted service resumes it. Readers find no checkpoint below `.uploads`: tags'
 folders have no leading dot, and there is no record before the commit. The commit moves `checkpoint/` to the temporary
@@ -184,7 +184,7 @@ class Upload:
         return {**self._documents, **shards, **self._extras}
 
     def content_of(self, file: str) -> Content:
-        """Return the known content of a file; raises CheckpointNotFoundError for one that the upload does not have."""
+        """Return the known content of a file; raises CheckpointNotFoundError for an unknown file."""
         content: Content | None = self._documents.get(file) or self._extras.get(file)
         if content is None:
             content = self.plan().shards.get(file)
@@ -272,7 +272,7 @@ class Upload:
         return True
 
     def accept(self, file: str) -> None:
-        """Make a file whose bytes all arrived durable, check it, and give it its name.
+        """Make a completely received file durable, check it, and give it its name.
 
         If the check fails, deletes it and raises CorruptionError.
         """
