@@ -154,7 +154,8 @@ def _save_without_values(path: Path, names: Mapping[str, Weight]) -> dict[str, i
         tensors = {w.name: torch.empty(w.shape, dtype=torch_dtype(w.dtype)) for w in names.values()}
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save({name: tensors[weight.name] for name, weight in names.items()}, path)
-    saved = torch.load(path, map_location="meta", weights_only=True)
+    with FakeTensorMode():  # makes torch note the offsets, in 2.9 too
+        saved = torch.load(path, weights_only=True)
     return {name: int(tensor.untyped_storage()._checkpoint_offset) for name, tensor in saved.items()}
 
 

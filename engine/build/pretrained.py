@@ -104,7 +104,7 @@ def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
         from transformers import AutoConfig, GenerationConfig
 
         try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
         except (OSError, ValueError) as error:
             raise ConfigError(f"transformers finds no model in {folder}: {error}") from error
         # Automatic classes have `from_config`, model classes `_from_config`.

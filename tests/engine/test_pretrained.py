@@ -1,5 +1,6 @@
 """`zstore.from_pretrained`: models from Hugging Face folders, streamed into shards."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def test_transformers_itself_loads_into_shards(tmp_path: Path, monkeypatch: pyte
     """For architectures whose weights it lays out anew as it loads them."""
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     folder = saved("Mixtral", tmp_path / "model")
-    with pytest.raises(CheckpointMismatchError, match=r"with zstore.Init\(config=config\)"):
+    refused = pytest.raises(CheckpointMismatchError, match=r"with zstore.Init\(config=config\)")
+    with refused if transformers.__version__ >= "5" else nullcontext():
         zstore.from_pretrained(transformers.MixtralForCausalLM, folder)
     with zstore.Init(config=config_of(tmp_path)):
         model = transformers.MixtralForCausalLM.from_pretrained(folder)
