@@ -21,5 +21,4 @@ def run(
         done = warm.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=cwd, anew=anew)
         printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
     assert done.returncode == code, "".join(printed) + done.stderr
-    lines = "".join(printed).splitlines()
-    return [line for line in lines if not line.startswith("[Gloo]")], done.stderr  # of torch 2.9
+    return list(warm.without_gloo("".join(printed).splitlines())), done.stderr

@@ -29,7 +29,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import reduction
 from subprocess import PIPE, CalledProcessError, CompletedProcess, TimeoutExpired
 from typing import IO, Any, Self
@@ -190,6 +190,11 @@ def _kill_with_stacks(process: subprocess.Popen[Any]) -> None:
         _, err = process.communicate(timeout=10)
         sys.stderr.write(err if isinstance(err, str) else (err or b"").decode())
     process.kill()
+
+
+def without_gloo(lines: Iterable[str]) -> Iterator[str]:
+    """Leave out what gloo prints in torch 2.9."""
+    return (line for line in lines if not line.startswith("[Gloo]"))
 
 
 def ends_within(process: Any, seconds: float) -> bool:

@@ -153,7 +153,7 @@ def test_ctrl_c_in_a_save_of_the_train_command_resumes(nproc: int, train: Any, t
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=200)
     assert process.returncode == 130, err
-    assert out == ""
+    assert list(warm.without_gloo(out.splitlines())) == []
     assert "Traceback" not in err, err
     last = len(whole(save))
     assert whole(save) == [f"step-{number:08d}" for number in range(1, last + 1)]

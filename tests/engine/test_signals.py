@@ -75,7 +75,7 @@ class Rank:
         self.process = warm.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment, **pipes)
 
     def expect(self, word: str) -> None:
-        line = self.process.stdout.readline().decode()
+        line = next(warm.without_gloo(map(bytes.decode, iter(self.process.stdout.readline, b""))), "")
         assert line.startswith(word), (line, self.end())
 
     def go(self) -> None:
