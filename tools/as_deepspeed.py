@@ -122,7 +122,7 @@ def put_in_place(*, alone: bool = True) -> None:
         return
     if "deepspeed" in sys.modules:
         raise UsageError(
-            "DeepSpeed was imported in this process before: put `import zstore.as_deepspeed` at its start, or run the "
+            "DeepSpeed was imported earlier in this process: put `import zstore.as_deepspeed` at its start, or run the "
             "script by `zstore run --as-deepspeed`"
         )
     other = _installed_version()
