@@ -36,7 +36,7 @@ RATE_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device that computes."""
+    """A compute device."""
 
     name: str
     memory_bytes: int
@@ -51,9 +51,9 @@ class Folder:
     path: str
     free_bytes: int
     direct_io: bool | None = None
-    """Transfers go past the page cache."""
+    """Transfers bypass the page cache."""
     hard_links: bool | None = None
-    """Checkpoints of state on this drive cost no copy."""
+    """Checkpoints of state on this drive need no copying."""
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
     """Over blocks that were written before, as swap files are."""
@@ -104,7 +104,8 @@ def doctor_command(
 def examine(path: Path, *, rate_bytes: int) -> Diagnosis:
     """Look at this machine and at the folder `path`, which is left as it was.
 
-    The rates are measured on a file of `rate_bytes`, or less on a small drive. `ConfigError` if the folder does not exist.
+    The rates are measured on a file of `rate_bytes`, or less on a small drive. `ConfigError` if the folder does not
+    exist.
     """
     folder, memory = examine_folder(path, rate_bytes), read_host_memory()
     mode = None
@@ -142,7 +143,7 @@ def _advice(report: Diagnosis) -> Iterator[str]:
     if folder.hard_links is False:
         yield "no hard links here: checkpoints are copied in the background instead of linked"
     if report.huge_pages == "never":
-        yield "no huge pages, half the direct I/O: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        yield "no huge pages, which halves the rate of direct I/O: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     if not report.devices[-1].native:
         yield 'no fast bf16 or fp16: train in fp32, which "bf16": {"enabled": "auto"} selects here'
     if folder.fault is not None:
@@ -151,13 +152,13 @@ def _advice(report: Diagnosis) -> Iterator[str]:
         memory = f" --memory {report.available_bytes // 10**9}GB"
     limits = f"{memory} --disk {folder.free_bytes // 10**9}GB"
     command = f"zstore plan --model gpt-base --gpus {len(report.devices) - 1}{limits}"
-    yield f"see which config fits here, for --model also the folder of a transformers model: {command}"
+    yield f"see which config fits here (--model also takes the folder of a transformers model): {command}"
 
 
 def _rows(report: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "system", report.system
     for device in report.devices:
-        native = " and ".join(device.native) or "fp32 alone"
+        native = " and ".join(device.native) or "fp32 only"
         yield "device", f"{device.name}, {format_bytes(device.memory_bytes)}, natively {native}"
     if report.available_bytes is not None:
         yield "memory", f"{format_bytes(report.available_bytes)} available"
@@ -199,7 +200,7 @@ def examine_folder(path: Path, rate_bytes: int) -> Folder:
 
 def _measure(files: Files, file: OpenFile, num_blocks: int) -> tuple[float, float]:
     """Return the rates of reading and overwriting this many blocks of a new file, in bytes a second."""
-    # Random bytes, since some drives store zeros for nothing. One block for each thread.
+    # Random bytes, since some drives store zeros at no cost. One block for each thread.
     slab = make_slab(_NUM_THREADS * BLOCK_BYTES)
     slab[:] = np.random.default_rng(0).integers(0, 256, slab.size, dtype=np.uint8)
 
@@ -217,6 +218,6 @@ def _measure(files: Files, file: OpenFile, num_blocks: int) -> tuple[float, floa
     files.allocate(file, num_blocks * BLOCK_BYTES)
     for _ in range(2):  # over existing data, as an update writes
         write_rate = rate(partial(files.write_from, file), lambda: files.sync_data(file))
-    if hasattr(os, "posix_fadvise"):  # what goes through the page cache is read from the drive then
+    if hasattr(os, "posix_fadvise"):  # so that cached data is read from the drive
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return rate(partial(files.read_into, file)), write_rate

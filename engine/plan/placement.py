@@ -4,13 +4,17 @@
 The device stores arrays that are not offloaded, and `1 - ratio` of the optimizer state's elements. The others:
 - "cpu" is host memory and "nvme" the disk, but shards under 64 KiB are always in host memory, since a request to the disk
   would cost more; gradients that wait for the update are in host memory.
-- Under a host budget "nvme" means: in memory as far as the budget allows, else on disk. First are buffers and arrays without
-  another place, then arrays that save most traffic per byte, in whole parameters: a byte of 16-bit parameters saves two reads
-  (forward, backward) and a write (update), of gradients and optimizer state a read and a write, of a frozen parameter two
-  reads. Padding on disk decides among equals, which are spread over the model. A step visits all of them in a circle, so an
+- Under a host budget "nvme" means: in memory as far as the budget allows, else on disk. First come buffers and arrays
+that can be nowhere else, then those that save the most traffic per byte, in whole parameters: a byte of 16-bit
+parameters saves two reads
+  (forward, backward) and a write (update), a byte of gradients or optimizer state saves a read and a write; one of a
+  frozen parameter two reads. Padding on disk breaks ties, which are spread over the model. A step visits all of them
+  cyclically, so an
   LRU cache would never hit; a fixed part in memory always does.
-- In step mode `backward` gradients wait in host memory if the budget allows all else too; else each is used as it arrives.
-- Taking the densest first, and skipping those that do not fit, makes traffic monotone in the budget: an array that only the
+- In step mode `backward` gradients wait in host memory if everything else fits in the budget too; otherwise each is
+used as it arrives.
+- Taking the densest first, and skipping those that do not fit, makes traffic monotone in the budget: an array that only
+the
   larger budget has room for is worth more than all that the smaller one may still take, which are smaller and no denser.
 
 A trained fp32 parameter is its own master, unless it stays on the device and its optimizer state does not.
@@ -42,7 +46,7 @@ _HOST_ALIGN_BYTES = 64
 """The host tier allocates shards in multiples of this."""
 _FIELDS: tuple[Field, ...] = ("parameter", "gradient", "state")
 HEADROOM_PERCENT = 10
-"""Part of a memory that is left for the process, the allocator's gaps, and errors of the estimates."""
+"""Part of a memory that is left for the process, fragmentation, and estimation errors."""
 
 
 def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
@@ -109,7 +113,8 @@ def without_headroom(nbytes: int) -> int:
 def fill_device(
     needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]], usable_bytes: int
 ) -> PlacementSettings:
-    """Return `settings`, which have no optimizer state on the device, with the smallest ratio, in thousandths, for which
+    """Return `settings`, which have no optimizer state on the device, with the smallest ratio, to three decimals, for
+    which
     `usable_bytes` of the device suffice, with the other arrays, two gathered units and a unit's gradients."""
     least, full = (make_plan(needs, replace(settings, ratio=ratio), units) for ratio in (1.0, 0.0))
     more_bytes = full.held_total.device - least.held_total.device
@@ -159,7 +164,7 @@ def _kept(settings: PlacementSettings, need: Need, place: Places) -> list[_Array
     own_master = trained and need.dtype == FP32 and (place.parameter != "device" or place.state == "device")
     gathers = settings.gathers * forwards
     if need.secondary_numel:
-        # The first gather of a step reads the rows, for a frozen parameter the first of all.
+        # The first gather of a step reads the rows, for a frozen parameter, only the very first gather.
         gathers = int(trained)
         add("secondary parameters", "device", need.dtype, need.secondary_numel, field="parameter")
     if trained and not own_master:
@@ -185,11 +190,11 @@ def _slots(need: Need, place: Places) -> Iterator[_Array]:
     slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
     reduced = reduced_slots([slot.name for slot in slots if slot.shape is None]) if need.moments == "bf16" else ()
     for slot in slots:
-        # Another shape is cut by its rows over the same ranks.
+        # State of another shape is split by rows across the same ranks.
         grid = need.grid if slot.shape is None else make_grid(stored_shape(slot.shape), need.state_ranks)
         dtype = "bfloat16" if slot.shape is None and slot.name in reduced else FP32
         nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
-        # As in the store: single arrays may be small.
+        # As in the store: individual arrays may be small.
         rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
         yield _Array(kind=slot.name, rest=rest, nbytes=nbytes, layout=_layout_of(grid, need.shard, dtype))
 
@@ -285,10 +290,12 @@ def _savings(kept: Callable[[Need, Places], list[_Array]], need: Need, place: Pl
     found: list[_Saving] = []
     for field in _FIELDS if need.slots is not None else _FIELDS[:1]:
         if getattr(place, field) == "disk":
-            (memory, moved), (more, less) = map(_cost, (kept(need, place), kept(need, _in_memory(field, need, place))))
-            if more > memory:
-                density = (moved - less) / (more - memory)
-                found.append(_Saving(field=field, memory_bytes=more - memory, density=density))
+            (memory, moved), (memory_after, traffic_after) = map(
+                _cost, (kept(need, place), kept(need, _in_memory(field, need, place)))
+            )
+            if memory_after > memory:
+                density = (moved - traffic_after) / (memory_after - memory)
+                found.append(_Saving(field=field, memory_bytes=memory_after - memory, density=density))
     return found
 
 
@@ -298,14 +305,15 @@ def _cost(arrays: Sequence[_Array]) -> tuple[int, int]:
 
 
 def _in_memory(field: Field, need: Need, place: Places) -> Places:
-    """Return `place` with an array in host memory; for a frozen parameter with all arrays."""
+    """Return `place` with an array in host memory; or all arrays, if the parameter is frozen."""
     fields = (field,) if need.slots is not None else ("parameter", "state")
     host: dict[str, Any] = dict.fromkeys(fields, "host")
     return replace(place, **host)
 
 
 def spread_turn(number: int) -> int:
-    """Return a sort key for the parameter with this number that spreads the first ones over the model: with the first half in
+    """Return a sort key for the parameter with this number that spreads the first ones over the model: with the first
+    half in
     memory the drive would be idle in one half of a pass and delay the other.
 
     Source: multiples of the golden ratio, modulo 1 (Knuth, The Art of Computer Programming 3, 6.4).
@@ -323,7 +331,7 @@ def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSetting
         for one in arrays:
             kind = one.kind if one.kind in ("parameters", "gradients") else "optimizer state"
             required[kind] += one.budget_bytes
-        # A buffer has a chunk of all arrays of an update; the pool may need an extra one.
+        # A buffer holds one chunk of each array of an update; the pool may need an extra one.
         piece_bytes = round_up(sum(one.layout.slot_bytes for one in arrays if one.rest == "disk"), PAGE_BYTES)
         if settings.budget_bytes is not None and piece_bytes > pool_bytes:
             required[piece_kind] = max(required[piece_kind], piece_bytes)
@@ -334,7 +342,7 @@ def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSetting
     while buffers_of is not None and (needed := others + buffers_of(enough)) > enough:
         enough = needed  # buffers are a share of the budget, and grow with it
     parts = ", ".join(f"{nbytes} of {kind}" for kind, nbytes in required.items() if nbytes)
-    to_disk = ', or set a `device` "cpu" of offload_optimizer or offload_param to "nvme", which keeps on disk what does not fit'
+    to_disk = ', or change `device` from "cpu" to "nvme" in offload_optimizer or offload_param, for what does not fit'
     raise BudgetError(
         f"the host budget gives this rank {settings.budget_bytes} bytes, but {required.total()} have to be in host memory "
         f"({parts}): raise `host_budget_bytes` (to at least {enough} for each rank of the machine)"

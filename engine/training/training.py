@@ -105,7 +105,7 @@ class Training:
             )
 
     def compile(self, compiler: Compiler) -> None:
-        """Compile the model, or if parameters are gathered and released its units; compiled parts are compiled again."""
+        """Compile the model, or its units if parameters are gathered and released; compiled parts are compiled again."""
         if self.activations is not None:
             self.activations.stay_out_of_graphs()
         if self.hooks is None:
@@ -124,7 +124,7 @@ class Training:
             )
 
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
-        """Accumulate the gradients of one micro-batch, of the loss times the loss scale, and if asked for divided by the
+        """Accumulate the gradients of one micro-batch, of the loss times the loss scale, optionally divided by the
         accumulation steps. If that fails, the accumulation starts over."""
         scaled = self.scaled(loss, divide=divide)
         self.begin_backward()
@@ -250,7 +250,8 @@ class Training:
         return self._scaled_norm
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients of this step, and of later ones, to `max_norm`, 0: no clipping; return the unscaled norm of this
+        """Clip the gradients of this step, and of later ones, to `max_norm`, 0: no clipping; return the unscaled norm
+        of this
         step's gradients before clipping (all ranks)."""
         norm, self.clip_norm = self.scaled_grad_norm() / self.scaler.scale, max_norm
         factor, former = scale_factor(norm, max_norm, 1.0), self._clip_factor
@@ -289,10 +290,12 @@ class Training:
             )
 
     def step(self) -> None:
-        """Take one optimizer step with the accumulated gradients, or skip it if they are not finite and the config says so.
+        """Take one optimizer step with the accumulated gradients, or skip it if they are not finite and the config says
+        so.
 
-        By default such gradients raise NonFiniteError on every rank, except in fp16, and if the config asks for it parameters
-        without a gradient raise UsageError, before the update. See [Note: which state is whole] for the state after an error;
+        By default such gradients raise NonFiniteError on every rank, except in fp16, and parameters without a gradient
+        raise UsageError if the config asks for that, before the update. See [Note: which state is whole] for the state
+        after an error;
         the gradients are dropped.
         """
         if self.hooks is not None:

@@ -1,14 +1,15 @@
 """Fetching the values of units: this rank's rows from the store in the background, then all rows from all ranks.
 
 [Note: a fetch]
-read    rows in the store are read in the background; without other ranks directly into `full`, unless it is the store's
-        memory. A thread reads rows on disk. One copy sends rows in host memory to the device, after their last update; the
-        device waits for it in the order of its work, the host at the end of the iteration, or before values change.
+read    rows in the store are read in the background; with a single rank, directly into `full`, unless it is the store's
+        memory. A thread reads rows on disk. One copy sends rows in host memory to the device, after their last update;
+        the device waits for it in stream order; the host waits at the end of the iteration, or before values change.
 send    starts the collectives, on every rank in the same order: only the main thread calls it, at points that every rank
         reaches. It waits for this rank's rows. With a `Replica` of the parameters only the ranks of a group take part.
 finish  waits until `full` of every record is filled.
 
-Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part, so
+Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part,
+so
 that none waits for it, and all raise, as they do if they gather different units. While an order is recorded the header is
 received before anything else is sent, since collectives of different sizes would end the process. On CUDA headers are
 copied to the host in the background, and checked when the iteration ends, or before an update in the backward.
@@ -54,9 +55,9 @@ class Fetch:
     rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict, repr=False)
     """1-D memory for the rows from the store, with padding."""
     start: Event = None
-    """After it that memory may be written."""
+    """The memory may be written after this event."""
     unsent: list[ParameterRecord] = field(default_factory=list)
-    """Records of `rows` in host memory whose copy was not started."""
+    """Records of `rows` in host memory whose copy has not been started."""
     copy: Copy | None = None
     """Copy of these to the device."""
     ticket: Ticket[None] | None = None
@@ -65,7 +66,7 @@ class Fetch:
     """Whether the rows are no longer needed."""
     sent: bool = False
     header: Work | None = None
-    """Until it was checked. See [Note: a fetch]."""
+    """None once it has been checked. See [Note: a fetch]."""
     mine: torch.Tensor | None = None
     """This rank's header."""
     headers: torch.Tensor | None = None
@@ -101,7 +102,8 @@ class RowGather(Gathering):
 
 
 class Fetcher:
-    """Executes fetches of parameters whose rows may be in `store`. `pool` has buffers for reads from disk; None: the store has
+    """Executes fetches of parameters whose rows may be in `store`. `pool` has buffers for reads from disk; None: the
+    store has
     no rows."""
 
     def __init__(
@@ -128,7 +130,8 @@ class Fetcher:
         self._apart = False
         """Whether ranks gathered different units: pending collectives may never complete."""
         self.ready: Callable[[Sequence[ParameterRecord], bool], bool] = lambda records, wait: True
-        """Returns whether the last step has updated the rows of records, after a wait if the flag is set; for any thread."""
+        """Returns whether the last step has updated the rows of records, after a wait if the flag is set; for any
+        thread."""
         self.last_copy: Copy | None = None
         """The last copy to the device, which the host did not wait for."""
         self.read_bytes = 0
@@ -224,7 +227,8 @@ class Fetcher:
                     break
 
     def _wait_for(self, fetch: Fetch) -> None:
-        """Wait for the rows from the store, the device for those in host memory; for a cancelled fetch, wait until nothing
+        """Wait for the rows from the store; for rows in host memory, only the device waits; for a cancelled fetch, wait
+        until nothing
         writes to their memory. An error is left in `fetch.error`."""
         if not fetch.rows:
             return
@@ -264,7 +268,7 @@ class Fetcher:
         self._send_rows(fetch, world)
 
     def _send_rows(self, fetch: Fetch, world: World) -> None:
-        # The replica has values that were gathered in another form before.
+        # The replica has values that were previously gathered in another form.
         gathers = self._gathers if fetch.replica is None else None
         stored = fetch.rows
         rows = fetch.replica.rows if fetch.replica else lambda one: stored[one] if one in stored else one.padded_shard()
@@ -346,7 +350,8 @@ class Fetcher:
             self._check(fetch)
 
     def drop(self, fetch: Fetch) -> bool:
-        """Wait until nothing writes to the records' memory; pending collectives complete on every rank. Return False if they
+        """Wait until nothing writes to the records' memory; pending collectives complete on every rank. Return False if
+        they
         may never complete, so that the memory must stay."""
         fetch.cancelled = True
         self._wait_for(fetch)

@@ -1,5 +1,5 @@
-"""Rank 0's part of a save: begin, commit or abort; and the removal of the leftovers of dead saves, which their locks
-tell from running ones.
+"""Rank 0's part of a save: begin, commit or abort; and the removal of the leftovers of dead saves, which are
+distinguished from running ones by their locks.
 
 [Note: the order of a commit]
     1  <tag>.lock-<id>      made and locked while the save runs
@@ -13,7 +13,8 @@ tell from running ones.
 If one flush of the file system is enough for 3 and 4 (`Flush`), the new `latest` is written before it too.
 
 After a crash before 6, nothing has the tag's name, or the previous checkpoint has it; between 5 and 6, a scan uses the
-set-aside checkpoint for the tag, and the next save renames it back; after 6, the checkpoint is whole, `latest` is old (it is
+set-aside checkpoint for the tag, and the next save renames it back; after 6, the checkpoint is whole, `latest` is old
+(it is
 a hint), and the next save removes the leftovers. Each removal begins with a rename to `<tag>.tmp-<id>`, so that half of a
 checkpoint never looks like one.
 """
@@ -63,8 +64,9 @@ FOREIGN_LIFE_S = 24 * 3600
 
 
 class SaveLock:
-    """Locks the new lock file `path`, which names the process, until `release()`, the end of a `with` block, or of the process.
-    Waits while another process has it. Raises StorageError if it cannot be created."""
+    """Locks the new lock file `path`, which names the process, until `release()`, the end of a `with` block, or of the
+    process.
+    Waits while another process holds it. Raises StorageError if it cannot be created."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -204,7 +206,8 @@ class Committer:
             raise
 
     def commit(self, record: Record, flush: Flush | None = None, keep: Keep | None = None) -> list[str]:
-        """Publish the temporary folder, whose files are durable or become so by `flush`, with `record`; then apply `keep` to
+        """Publish the temporary folder, whose files are durable, or are made durable by `flush`, with `record`; then
+        apply `keep` to
         the checkpoints of its run. Returns what failed after the commit. Sets `record.committed_ns` unless it is set."""
         record = record if record.committed_ns else stamped(record, self.folder)
         path = self.temporary / RECORD_FILE
@@ -254,7 +257,8 @@ class Committer:
                 self._files.write_small(self._hint, f"{self._tag}\n".encode(), sync=sync)
 
     def abort(self, reason: str, *, alone: bool) -> None:
-        """Write the reason for the other ranks, unless `alone`, and remove the save's files. Never raises. Files that cannot
+        """Write the reason for the other ranks, unless `alone`, and remove the save's files. Never raises. Files that
+        cannot
         be removed now are swept by the next save."""
         with contextlib.suppress(OSError):
             self._files.unlink(self._hint)
@@ -287,7 +291,7 @@ def abort_reason(path: Path) -> str | None:
 
 
 def discard(files: Files, path: Path) -> None:
-    """Remove a folder so that at no instant half of it looks like a checkpoint."""
+    """Remove a folder so that a partly removed folder never looks like a checkpoint."""
     own = parse_own_name(path.name)
     if own is None or own[1] != TEMPORARY:
         doomed = path.with_name(own_name(own[0] if own else path.name, TEMPORARY, new_save_id()))
@@ -298,7 +302,8 @@ def discard(files: Files, path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new folder in `parent`, named after `name`, and remove what is left of it at the end. First sweeps the leftovers
+    """Yield a new folder in `parent`, named after `name`, and remove what is left of it at the end. First sweeps the
+    leftovers
     of a dead process for the same name."""
     files.make_folder(parent)
     sweep(files, parent, only=name)
@@ -318,7 +323,7 @@ def new_folder(files: Files, target: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target` when the block ends, and is removed if it raises. The caller makes
     the files in it durable. Raises CheckpointExistsError if `target` exists."""
     if target.exists() or target.is_symlink():
-        raise CheckpointExistsError(f"{target} exists: remove it, or name another folder to write")
+        raise CheckpointExistsError(f"{target} exists: remove it, or choose another folder to write to")
     with temporary_folder(files, target.parent, target.name) as temporary:
         yield temporary
         files.sync_folder(temporary)
@@ -327,7 +332,8 @@ def new_folder(files: Files, target: Path) -> Iterator[Path]:
 
 
 def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
-    """Remove the leftovers of dead saves in `folder` (of the tag folder `only`), and rename set-aside checkpoints back. Returns
+    """Remove the leftovers of dead saves in `folder` (of the tag folder `only`), and rename set-aside checkpoints back.
+    Returns
     a message for each file or folder that could not be removed."""
     by_save: dict[str, list[tuple[str, str, Path]]] = {}
     for name in os.listdir(folder):
@@ -348,7 +354,8 @@ def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
 
 
 def _drop_stale_latest(files: Files, folder: Path, save_id: str) -> list[str]:
-    """Remove `latest` if the dead save `save_id` committed the newest checkpoint but did not update it: without the lock it
+    """Remove `latest` if the dead save `save_id` committed the newest checkpoint but did not update it: without the
+    lock it
     would look as if the user had gone back to an older one."""
     messages: list[str] = []
     with noting(messages, NOT_LATEST):

@@ -1,13 +1,15 @@
 """`/zarr/<run>/<path>`: the files of checkpoints, unchanged, with ranges and entity tags; and listings of folders.
 
 [Note: visible paths]
-A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with the folder that a loop makes and one of
-a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. Temporary files of a
+A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with a folder created by a training
+loop and a checkpoint folder in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. Temporary
+files of a
 save are not visible; a checkpoint that is being replaced is found by its tag, as on disk. Besides checkpoints, `latest`,
 journals, and config and tokenizer files are visible. Links are not, except to another checkpoint in the same folder.
 
 [Note: names in paths]
-A component of a path is percent-encoded in a URL: the folder `a%20b` is `a%2520b`. Many clients do not encode it, and send
+A component of a path is percent-encoded in a URL: the folder `a%20b` is `a%2520b`. Many clients do not encode it, and
+send
 `a%20b`. A path that does not exist decoded is therefore tried undecoded. A component never has a `/` in either form.
 """
 
@@ -60,14 +62,14 @@ router = APIRouter(tags=["files"])
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Something visible: the file or folder `path` in `folder`; an empty one is the folder itself."""
+    """Something visible: the file or folder `path` in `folder`; an empty path means the folder itself."""
 
     folder: Folder
     path: str
     identity: str | None
     """Id of the checkpoint that it belongs to; None for a file of the run."""
     is_run: bool = False
-    """Whether it is a folder of checkpoints. The kind of a path inside a checkpoint is found out on reading."""
+    """Whether it is a folder of checkpoints. The kind of a path inside a checkpoint is determined when it is read."""
 
 
 class IsFolderError(Exception):
@@ -91,7 +93,7 @@ class Representation:
 @router.get("/zarr/{run}", response_class=Response)
 @router.head("/zarr/{run}", include_in_schema=False)
 def _without_slash(run: NamedRun, request: Request) -> Response:
-    """Lead to the run's folder."""
+    """Redirect to the run's folder."""
     return _with_slash(request)
 
 
@@ -117,7 +119,7 @@ def _with_slash(request: Request) -> Response:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The answer to give: a status, and bytes `[start, stop)` of `size` for 200 and 206."""
+    """The response to send: a status, and bytes `[start, stop)` of `size` for 200 and 206."""
 
     status: int
     start: int
@@ -143,10 +145,12 @@ class Part:
 
 
 def choose(method: str, headers: Mapping[str, str], etag: str | None, size: int) -> Part:
-    """Return the part that a request gets of a representation of `size` bytes with the strong tag `etag` (None: it has none).
+    """Return the part that a request gets of a representation of `size` bytes with the strong tag `etag` (None: it has
+    none).
 
-    `headers` has lower-case names. The status is 200, 206, 304, 412 or 416. Several ranges in one request are answered with
-    all bytes, which RFC 9110 allows; so is a range that is not written as it should be, and any in a HEAD request.
+    `headers` has lower-case names. The status is 200, 206, 304, 412 or 416. Several ranges in one request are answered
+    with
+    all bytes, which RFC 9110 allows; so are a malformed range and any range in a HEAD request.
     """
     whole = Part(status=200, start=0, stop=size, size=size)
     if "if-match" in headers and not _has_etag(headers["if-match"], etag, weak=False):
@@ -187,8 +191,9 @@ def _has_etag(header: str, etag: str | None, *, weak: bool) -> bool:
 
 
 async def answer(request: Request, headers: Mapping[str, str], found: Representation) -> Response:
-    """Return the answer with what a request with `headers` asks for. Its first block is made before anything is sent, so that
-    an error in it is still an answer; an error in a later block ends the connection before all bytes are sent."""
+    """Return the response to a request with `headers`. Its first block is made before anything is sent, so that an
+    error in it can still be sent as an error response; an error in a later block ends the connection before all bytes
+    are sent."""
     part = choose(request.method, headers, found.etag, found.size)
     shown = {"Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", "X-Content-Type-Options": "nosniff"}
     shown |= part.headers | ({} if found.etag is None else {"ETag": found.etag})
@@ -222,7 +227,8 @@ def _listing(library: Library, run: Run, parts: tuple[str, ...], request: Reques
 
 
 def resolve(library: Library, run: Run, parts: tuple[str, ...], use: Callable[[Library, Place], T]) -> T:
-    """Return the result of `use` for the place that parts of a URL name. Raises CheckpointNotFoundError if it is missing."""
+    """Return the result of `use` for the place that parts of a URL name. Raises CheckpointNotFoundError if it is
+    missing."""
     missing: Exception | None = None
     for candidate in dict.fromkeys([tuple(map(unquote, parts)), parts]):
         try:
@@ -309,7 +315,7 @@ def _open_local(library: Library, place: Place, media_type: str) -> Representati
 
 
 def _open_below(place: Place) -> int:
-    """Return a descriptor of the file or folder at a place of this machine.
+    """Return a descriptor of the file or folder at a local place.
 
     No link is followed and no other path leads out, even if something changes during the call; but the folder of a
     checkpoint may be a link to another one in the same folder. Raises FileNotFoundError if it is missing, or is a link.
@@ -333,11 +339,11 @@ def _open_below(place: Place) -> int:
 
 def _open_folder(place: Place) -> int:
     path, flags = place.folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    if place.identity is None:  # the settings name it, or it is one of a loop's
+    if place.identity is None:  # it is named in the settings, or was created by a training loop
         return os.open(path, flags)
     above = os.open(path.parent, flags)
     try:
-        with contextlib.suppress(OSError):  # most are no link
+        with contextlib.suppress(OSError):  # most are not links
             return os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=above)
         # Wherever a link leads by now, only files in the folder of checkpoints are opened.
         return os.open(os.path.basename(os.path.realpath(path)), flags | os.O_NOFOLLOW, dir_fd=above)
@@ -346,7 +352,8 @@ def _open_folder(place: Place) -> int:
 
 
 def _list_place(library: Library, place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:
-    """Return folders and files with their bytes in a folder; with `recursive` all files below it by path, and no folders."""
+    """Return the folders, and the files with their sizes, in a folder; with `recursive` all files below it by path, and
+    no folders."""
     if not place.is_run:
         return _list_folder(place, recursive)
     sizes = place.folder.sizes_of(filter(is_run_file, place.folder.entries().files))

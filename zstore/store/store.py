@@ -1,15 +1,17 @@
 """The store: named tensors that are put, read, changed in passes, and saved, in tiers of memory and disk.
 
 [Note: two ways to an array]
-User code works with whole values: `put`, `get` and so on run in the background and return a ticket to await or wait for, so
-one set of methods serves programs with and without asyncio, tasks and threads, and no call blocks an event loop. The engine
-has this rank's shards, in passes in its own threads: `Shards`, the base. Operations on one array run in the order of the
+User code works with whole values: `put`, `get` and so on run in the background and return a ticket to await or wait
+for, so
+one set of methods serves programs with and without asyncio, tasks and threads, and no call blocks an event loop. The
+engine works on this rank's shards, in passes on its own threads: `Shards`, the base. Operations on one array run in the
+order of the
 calls, on several concurrently; a pass waits for its arrays' operations.
 
 [Note: who waits for whom]
 A checkpoint captures the values at the time of the call: its pins are queued among the operations on each array. An
-operation that removes a pinned array waits for earlier checkpoints to unpin it, and
-for no later one, whose pins wait for it in their turn.
+operation that removes a pinned array waits for earlier checkpoints to unpin it, but not for later ones, whose pins in
+turn wait for it.
 """
 
 from __future__ import annotations
@@ -93,11 +95,12 @@ class Store(Shards, AsyncClosing):
         return self._parts.enter_context(Workers(2, "zstore-passes"))
 
     def put(self, name: str, value: Value, *, tier: TierName | None = None, dims: Sequence[str] = ()) -> Ticket[None]:
-        """Store `value` under `name`, `group/name` or a plain name, in place of any former value.
+        """Store `value` under `name`, `group/name` or a plain name, replacing any previous value.
 
-        Any shape and any of the format's data types; not to be changed until the ticket is done. The array is kept on its
+        It may have any shape and data type of the format, and must not be changed until the ticket is done. The array
+        is kept on its
         current tier, or on disk, or in host memory for a store without a path, unless `tier` says otherwise; under 64 KiB
-        always in host memory. `dims` are names of its extents, which checkpoints keep.
+        always in host memory. `dims` are names of its dimensions, which checkpoints keep.
 
         Raises UsageError for a value that cannot be stored; the ticket BudgetError or DiskFullError if there is no room.
         """
@@ -115,7 +118,8 @@ class Store(Shards, AsyncClosing):
             return self._replace(array.spec.name, array, partial(self._make, array, fill, tier, self._saves.all()))
 
     def _replace(self, name: str, array: StoreArray | None, operation: Callable[[], None]) -> Ticket[None]:
-        """Queue a replacement of an array, or with None its removal; if it fails, the former is restored, if it exists."""
+        """Queue a replacement of an array, or with None its removal; if it fails, the previous one is restored, if
+        there was one."""
         former = self._arrays.get(name)
         self._arrays.set(name, array)
 
@@ -133,7 +137,8 @@ class Store(Shards, AsyncClosing):
     def _make(
         self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None, saves: Sequence[Ticket[Any]]
     ) -> None:
-        """Let `fill` set all values of an array, made unless an equal one exists. On failure no new array remains."""
+        """Let `fill` set all values of an array, creating it unless an identical one exists. On failure no new array
+        remains."""
         name = array.spec.name
         former = self._tiers[name].name if name in self._tiers else None
         is_new = not self._has(array) or tier not in (None, former)
@@ -154,9 +159,10 @@ class Store(Shards, AsyncClosing):
             _unpinned(partial(self._drop, name), saves)
 
     def get(self, name: str, *, rows: slice | None = None, out: Value | None = None) -> Ticket[Any]:
-        """Read an array, or `rows` of its first extent (a slice without a step), in the kind of value that was put.
+        """Read an array, or `rows` of its first dimension (a slice without a step), as the kind of value that was put.
 
-        Into `out`, if given: of the rows' shape and the array's data type, contiguous, in host memory; else into new memory,
+        Into `out`, if given: of the rows' shape and the array's data type, contiguous, in host memory; else into new
+        memory,
         owned by the caller. Raises KeyError for an unknown name, UsageError for anything but a row slice.
         """
         with self._lock:
@@ -171,9 +177,11 @@ class Store(Shards, AsyncClosing):
             return self._queue(array, read, changes=False)
 
     def update(self, name: str, value: Value, *, rows: slice | None = None) -> Ticket[None]:
-        """Replace an array's values, or those of `rows` of its first extent, with `value`, of their shape and data type.
+        """Replace an array's values, or those of `rows` of its first dimension, with `value`, of their shape and data
+        type.
 
-        `value` must not be changed until the ticket is done. Raises UsageError if it does not fit, KeyError for an unknown
+        `value` must not be changed until the ticket is done. Raises UsageError if it does not fit, KeyError for an
+        unknown
         name.
         """
         with self._lock:
@@ -202,7 +210,8 @@ class Store(Shards, AsyncClosing):
             return self._replace(name, None, partial(self._remove, name, self._saves.all()))
 
     def move(self, name: str, *, tier: TierName) -> Ticket[None]:
-        """Move an array with its values to another tier. The ticket raises BudgetError or DiskFullError if there is no room:
+        """Move an array with its values to another tier. The ticket raises BudgetError or DiskFullError if there is no
+        room:
         then the array stays on its tier."""
         with self._lock:
             array, saves = self._array(name), self._saves.all()
@@ -249,7 +258,8 @@ class Store(Shards, AsyncClosing):
         return f"<Store of {len(self)} arrays in {self.options.run_path or 'memory'}>"
 
     def flush(self) -> Ticket[None]:
-        """Wait for all changes so far; the ticket raises, once, the error of a failed change, if no later one succeeded."""
+        """Wait for all changes so far; the ticket raises, once, the error of a failed change, if no later one
+        succeeded."""
         with self._lock:
             self._check_open()
             settle = partial(self._settle, self.order.names(), self._loads.all())
@@ -282,14 +292,15 @@ class Store(Shards, AsyncClosing):
     ) -> Ticket[SaveSummary]:
         """Save the current values of arrays as the checkpoint `path`, whose last part is the tag.
 
-        Files on the same drive are linked, not copied; other data is written in the background, and a change of an array in
+        Files on the same drive are linked, not copied; other data is written in the background, and a change of an
+        array in
         memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
-        `zstore.open_checkpoint` and zarr read it. `extra` is JSON to store with the arrays, with
-        numpy's numbers and paths, `step` a number that identifies it.
+        `zstore.open_checkpoint` and zarr read it. `extra` is JSON to store with the arrays (numpy scalars and paths are
+        allowed); `step` is a number that identifies it.
         With `keep`, only that many of this store's checkpoints are retained in the folder.
 
-        Raises KeyError for an unknown name, UsageError for `extra` that is not JSON; the ticket
-        CheckpointExistsError unless `overwrite`, StorageError, DiskFullError.
+        Raises KeyError for an unknown name, UsageError for `extra` that is not JSON; the ticket raises
+        CheckpointExistsError (unless `overwrite`), StorageError, DiskFullError.
         """
         place = user_path(path)
         kept = decode_state(encode_state(extra or {}, "extra"))  # a copy, and an error now if it is not JSON
@@ -322,8 +333,8 @@ class Store(Shards, AsyncClosing):
     ) -> SaveSummary:
         """Save the snapshot that `pinning` takes of arrays; release it in any case.
 
-        Once the store is being closed and `earlier` saves ended, a change before the snapshot can wait only for one of the
-        caller's, which may never be released: the change fails.
+        Once the store is being closed and `earlier` saves ended, a change before the snapshot can only be waiting for a
+        pin held by the caller, which may never be released: the change fails.
         """
         while not pinning.wait_for_end(_PIN_CHECK_S):
             if (self._closed or _completions.end_waits()) and all(save.done() for save in earlier):
@@ -355,10 +366,11 @@ class Store(Shards, AsyncClosing):
         names: Iterable[str] | None = None,
         tier: TierName | None = None,
     ) -> Ticket[dict[str, Any]]:
-        """Put the arrays of a checkpoint, all of them by default, in place of arrays of the same names; the ticket returns
+        """Put the arrays of a checkpoint, all of them by default, in place of arrays of the same names; the ticket
+        returns
         its `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
 
-        Files on the same drive with the same layout as in this store are linked, whatever number of ranks saved them.
+        Files on the same drive with the same layout as in this store are linked, regardless of how many ranks saved them.
         """
         self._check_open()
         opened = partial(self._open_source, user_location(path), tag)
@@ -403,7 +415,7 @@ class Store(Shards, AsyncClosing):
     def close(self) -> None:
         """Finish pending work, checkpoints too, then release memory, files and the folder; a second call does nothing.
 
-        Raises afterwards the unreported error of a change or a checkpoint.
+        Afterwards raises the unreported error of a change or a checkpoint.
         """
         with self._lock:
             if self._closed:
@@ -456,7 +468,7 @@ def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> No
 
 
 def _end(tiers: Mapping[TierName, Tier], parts: contextlib.ExitStack) -> None:
-    """Give everything back; changes that wait for a pin fail first, as it may never be released."""
+    """Release everything; changes that wait for a pin fail first, as it may never be released."""
     for tier in _memory_tiers(tiers):
         tier.stop_waiting()
     parts.close()
