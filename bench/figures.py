@@ -17,6 +17,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bench.machine import write_figures
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench/results"
 PICTURE = ROOT / "docs/pictures/figures.svg"
@@ -192,8 +194,8 @@ PARTS = {
 _WITH_DEEPSPEED = ("training", "update", "checkpoints")
 
 
-def measure(part: str, folder: Path, peer_python: str | None) -> None:
-    """Run a part's benchmark, and write its results with the commit."""
+def measure(part: str, folder: Path, peer_python: str | None, commit: str) -> None:
+    """Run a part's benchmark, and write its results with the `commit` that it measured."""
     name, arguments = PARTS[part]
     words = [*arguments.split(), str(RESULTS / f"{name}.json")]
     if part != "steps":
@@ -201,11 +203,7 @@ def measure(part: str, folder: Path, peer_python: str | None) -> None:
     if peer_python and part in _WITH_DEEPSPEED:
         words += ["--peer-python", peer_python]
     subprocess.run([sys.executable, "-m", f"bench.{name}", *words], cwd=ROOT, check=True)
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    found = results(name) | {"commit": commit.stdout.strip()}
-    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_figures(RESULTS / f"{name}.json", results(name) | {"commit": commit})
 
 
 _WORDS = {
@@ -242,23 +240,25 @@ def _rows(words: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
     found = results("offload")
     rows = _distinct(next(one for one in found["models"] if one["model"] == "1.2b")["rows"])
     ours = next(row for row in rows if row["contender"] == "zstore" and row["host_budget_bytes"] is None)
-    peer = next(row for row in rows if row["contender"] == "deepspeed")
-    texts = (iteration.format(f"{row['iteration_s']:.1f}", f"{row['peak_bytes'] / _GIB:.1f}") for row in (ours, peer))
-    yield training_, next(texts), f"DeepSpeed: {next(texts)}", _taken_on(found)
+    peers = [row for row in rows if row["contender"] == "deepspeed"]  # none without --peer-python
+    mine, *theirs = (
+        iteration.format(f"{row['iteration_s']:.1f}", f"{row['peak_bytes'] / _GIB:.1f}") for row in (ours, *peers)
+    )
+    yield training_, mine, ", ".join(f"DeepSpeed: {text}" for text in theirs), _taken_on(found)
     if (RESULTS / "optimizer.json").exists() and "deepspeed_s" in (found := results("optimizer"))["update"]:
         both = found["update"]
         size = f"{both['parameters'] / 1e6:.0f}"
-        theirs = f"DeepSpeed CPUAdam: {1e3 * both['deepspeed_s']:.0f} ms"
-        yield update.format(size), f"{1e3 * both['zstore_s']:.0f} ms", theirs, _taken_on(found)
+        other = f"DeepSpeed CPUAdam: {1e3 * both['deepspeed_s']:.0f} ms"
+        yield update.format(size), f"{1e3 * both['zstore_s']:.0f} ms", other, _taken_on(found)
     found = results("checkpoint")
     of = {(row["what"], row["who"]): row for row in found["medians"] if row["model"] == "110m" and not row["error"]}
     size = f"{of['save', 'zstore, from memory']['bytes'] / 1e9:.1f}"
-    mine = of["save", "zstore, from memory"]
-    peers = {"torch DCP": "DCP 4 threads", "DeepSpeed": "DeepSpeed, from memory"}
+    saved = of["save", "zstore, from memory"]
+    savers = {"torch DCP": "DCP 4 threads", "DeepSpeed": "DeepSpeed, from memory"}
     others = ", ".join(
-        f"{name}: {of['save', who]['seconds']:.1f} s" for name, who in peers.items() if ("save", who) in of
+        f"{name}: {of['save', who]['seconds']:.1f} s" for name, who in savers.items() if ("save", who) in of
     )
-    yield save.format(size), f"{1e3 * mine['stall_s']:.0f} ms / {mine['seconds']:.2f} s", others, _taken_on(found)
+    yield save.format(size), f"{1e3 * saved['stall_s']:.0f} ms / {saved['seconds']:.2f} s", others, _taken_on(found)
     ours_s, theirs_s = (of["load", who]["seconds"] for who in ("zstore, from memory", "DCP 4 threads"))
     yield load.format(size), f"{ours_s:.2f} s", f"torch DCP: {theirs_s:.2f} s", _taken_on(found)
     found = results("overhead")
@@ -289,9 +289,11 @@ def main() -> None:
     parser.add_argument("--peer-python", help="python of an environment with deepspeed")
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
     options = parser.parse_args()
+    command = ["git", "describe", "--always", "--dirty"]  # before the first part's results change the tree
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     for part in options.only.split(","):
         if part != "none":
-            measure(part, options.path, options.peer_python)
+            measure(part, options.path, options.peer_python, commit)
     for file, text in written().items():
         file.write_text(text, encoding="utf-8")
 

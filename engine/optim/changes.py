@@ -242,7 +242,7 @@ class _Batch:
         self._memory = [(record, record.full, record.shard) for record, place in places if place.casts]
         on_host = [master.numel() for master in self.masters if is_host(master)]
         alone = in_background or state.host is not None  # the host kernel has its own threads
-        alone = alone or not all(isinstance(state.kernel_of(record)[0], FusedAdam) for record, _ in places)
+        alone = alone or not _takes_threads(state, [record for record, _ in places])
         self.threads = 1 if alone else threads_for(on_host)
         self.num_threads = num_threads(
             state.host_ranks, beside_compute=in_background and transfers.streams.device_is_host
@@ -303,6 +303,11 @@ def num_consumers() -> int:
     return 2 if num_cores() >= _MIN_CORES_OF_TWO_CONSUMERS else 1
 
 
+def _takes_threads(state: OptimizerState, records: Iterable[ParameterRecord]) -> bool:
+    """Return whether several threads may update tiles of `records`: kernels other than torch's fused one share an optimizer."""
+    return all(isinstance(state.kernel_of(record)[0], FusedAdam) for record in records)
+
+
 class _Passing:
     """Parameters that pass, on one thread."""
 
@@ -319,8 +324,7 @@ class _Passing:
                 self.groups[-1].append(state.spilled[record])
                 self.modes[state.spilled[record]] = "read"
         self.from_disk = state.any_on_disk(self.groups)
-        # Kernels other than torch's fused one keep one optimizer object for all tiles.
-        self.takes_threads = all(isinstance(state.kernel_of(record)[0], FusedAdam) for record in records)
+        self.takes_threads = _takes_threads(state, records)
 
 
 class UpdatePlan:
