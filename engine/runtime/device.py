@@ -32,6 +32,9 @@ from zstore.store import MEMORY_TILE_NUMEL
 
 _MAX_PENDING_TILES = 2
 """Tiles being copied to the device: one is copied while the next is computed."""
+_MAX_DOWN_BYTES = 256 * 1024 * 1024
+"""Most device memory of pending copies to host memory (or of the two largest batches). A batch uses half of it, except for a
+larger tensor."""
 _MIN_MEAN_NUMEL = 128 * 1024
 _MAX_TILE_THREADS = 4
 """Threads that process tiles, and share torch's: sixteen waited for each other's Python, and one leaves the cores idle while
@@ -359,6 +362,60 @@ class H2DQueue:
         """Wait for all tiles except the last `most`."""
         while len(self._pending) > most and (copy := _next(self._pending)) is not None:
             self._transfers.finish(copy)
+
+
+class D2HQueue:
+    """Copies of values of the device to host memory, in batches; each is delivered in the order in which it was put. Used from
+    one thread at a time."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._batch: list[tuple[torch.Tensor | None, torch.Tensor, Callable[[torch.Tensor], None]]] = []
+        """The next copies, not started yet."""
+        self._batch_bytes = 0
+        self._pending: deque[tuple[Copy, list[Callable[[torch.Tensor], None]], int]] = deque()
+        """Each batch that was started, who gets its values, and its bytes on the device."""
+        self._max_bytes = _MAX_DOWN_BYTES
+
+    def put(self, target: torch.Tensor | None, values: torch.Tensor, deliver: Callable[[torch.Tensor], None]) -> None:
+        """Let `values` be copied to `target`, of their type (None: to new host memory), and then delivered."""
+        self._batch.append((target, values, deliver))
+        self._batch_bytes += values.nbytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch is to be sent."""
+        return self._batch_bytes >= _MAX_DOWN_BYTES // 2
+
+    def send(self) -> None:
+        """Start to copy the batch; deliver earlier ones that are complete, or that hold too much memory."""
+        if not self._batch:
+            return
+        batch, nbytes, self._batch, self._batch_bytes = self._batch, self._batch_bytes, [], 0
+        empty = self._transfers.empty_host
+        targets = [empty(values.numel(), values.dtype) if target is None else target for target, values, _ in batch]
+        copy = self._transfers.begin_all(targets, [values for _, values, _ in batch])
+        self._pending.append((copy, [deliver for _, _, deliver in batch], nbytes))
+        self._max_bytes = max(self._max_bytes, 2 * nbytes)
+        while self._pending and (self._pending[0][0].done() or sum(n for _, _, n in self._pending) > self._max_bytes):
+            self._deliver()
+
+    def _deliver(self) -> None:
+        copy, receivers, _ = self._pending.popleft()
+        self._transfers.finish(copy)
+        for deliver, values in zip(receivers, copy.targets, strict=True):
+            deliver(values)
+
+    def drain(self) -> None:
+        """Wait for all batches that were sent, and deliver them."""
+        while self._pending:
+            self._deliver()
+
+    def drop(self) -> None:
+        """Discard all copies, after those that were started no longer write."""
+        while self._pending:
+            self._pending.popleft()[0].wait()
+        self._batch, self._batch_bytes = [], 0
 
 
 def one_thread(enabled: bool = True, *, most: int = 1) -> AbstractContextManager[object]:

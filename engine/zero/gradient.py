@@ -9,7 +9,6 @@ after it is final. Rows that the host budget cannot hold go to disk each time th
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -23,14 +22,13 @@ from zstore.ranks.world import World
 
 from ..params.record import OTHER_MODES, ParameterRecord
 from ..params.sharding import Unit, add_in, is_narrower
-from ..runtime.device import Copy, Transfers
+from ..runtime.device import D2HQueue, Transfers
 from .collectives import GradientRules
 from .norm import SumOfSquares, begin_squares
 from .spill import GradientSpill
 
-_MAX_DOWN_BYTES = 256 * 1024 * 1024
-"""Upper bound on device memory held by pending device-to-host copies (or the two largest copies). A copy uses half of it,
-except for a larger tensor."""
+_ALIGN_NUMEL = 64
+"""Each gradient of a unit begins at a multiple of this many elements in their host memory."""
 
 
 class GradientState(Enum):
@@ -57,14 +55,9 @@ class BackwardPhase(Enum):
     """No backward runs, and the sums are the mean over ranks."""
 
 
-_Part = tuple["Gradient", torch.Tensor, torch.Tensor, torch.dtype | None]
-"""A pending copy: gradient, destination rows, source values, and accumulation dtype (None if the rows
-have no values yet)."""
-
-
 class GradientStep:
-    """How the gradients of a run are held, the phase of the step, and pending copies: gradients on their way to host
-    memory, which arrive in the order in which they were put. Used from one thread at a time."""
+    """The phase of a step as far as gradients are concerned, how they are held, and their copies to host memory. Used from
+    one thread at a time."""
 
     def __init__(
         self,
@@ -90,12 +83,9 @@ class GradientStep:
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
         """Returns the parameters averaged across ranks in this step; the others stay local. None: all."""
         self._dtypes = dtypes
-        self._pending: deque[tuple[Copy, list[_Part], int]] = deque()
-        """Copies to host memory, with their payload and its size on the device."""
-        self._max_bytes = _MAX_DOWN_BYTES
-        self._leaving: list[_Part] = []
-        """Payload of the next copy, not submitted yet."""
-        self._leaving_bytes = 0
+        self._d2h = D2HQueue(transfers)
+        self._rooms: dict[tuple[Gradient, torch.dtype], torch.Tensor] = {}
+        """Host memory for gradients of this step, allocated with that of their unit and not used yet."""
         self.unsquared: dict[Gradient, torch.Tensor] = {}
         """Gradients whose squared norm has not been launched yet, with the values to use."""
         self.final: list[Gradient] = []
@@ -110,11 +100,23 @@ class GradientStep:
         self.last = False
         """Whether the last backward of this step has begun."""
         self.phase = self.after_backward
-        while self._pending:
-            self._pending.popleft()[0].wait()
-        self._leaving, self._leaving_bytes = [], 0
+        self._d2h.drop()
+        self._rooms.clear()
         self.unsquared.clear()
         self.final.clear()
+
+    def host_rows(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory for this rank's rows of a gradient: part of one allocation for all gradients of its unit that wait
+        for the update there. On a device that is the host, and for gradients spilled to disk, each has its own."""
+        record = gradient.record
+        if self.transfers.streams.device_is_host or (self.spill is not None and record in self.spill):
+            return self.transfers.empty_host(record.owned_numel, dtype)
+        if (gradient, dtype) not in self._rooms:
+            unit = [g for g in gradient.unit if g.record in self.rules.to_host and g.record.dtype == record.dtype]
+            sizes = [size for g in unit for size in (g.record.owned_numel, -g.record.owned_numel % _ALIGN_NUMEL)]
+            room = self.transfers.empty_host(sum(sizes), dtype, unit[0].record.name)
+            self._rooms.update(zip([(g, dtype) for g in unit], room.split_with_sizes(sizes)[::2], strict=True))
+        return self._rooms.pop((gradient, dtype))
 
     def put(self, gradient: Gradient, rows: torch.Tensor, part: torch.Tensor, dtype: torch.dtype | None) -> None:
         """Let `part`, on the device, be stored in `rows`: immediately if they are on the same device, otherwise asynchronously,
@@ -122,17 +124,16 @@ class GradientStep:
         if self.transfers.link(part, rows) is None:
             gradient.arrive(rows, part, dtype)
             return
-        self._leaving.append((gradient, rows, part, dtype))
-        self._leaving_bytes += part.nbytes
-        if self._leaving_bytes >= _MAX_DOWN_BYTES // 2:
+        target = rows if dtype is None and rows.dtype == part.dtype else None
+        self._d2h.put(target, part, partial(gradient.arrive, rows, dtype=dtype))
+        if self._d2h.is_full:
             self.send()
 
     def send(self) -> None:
         """Process all gradients that arrived so far as one batch (typically one unit): one call for their norms, one copy
         to host memory, one hand-over of those that are final."""
         self._begin_squares()  # before any of them is on disk
-        if self._leaving:
-            self._send()
+        self._d2h.send()
         self._begin_squares()
         final, self.final = self.final, []
         if not final or self.on_final is None:
@@ -141,24 +142,6 @@ class GradientStep:
             self.spill.finish()
         if self.spill is None or self.spill.lost is None:
             self.on_final([gradient.record for gradient in final])
-
-    def _send(self) -> None:
-        leaving, nbytes, self._leaving, self._leaving_bytes = self._leaving, self._leaving_bytes, [], 0
-        parts = [part for _, _, part, _ in leaving]
-        targets: list[torch.Tensor] = []
-        for _, rows, part, dtype in leaving:
-            straight = dtype is None and rows.dtype == part.dtype
-            targets.append(rows if straight else self.transfers.empty_host(part.numel(), part.dtype))
-        self._pending.append((self.transfers.begin_all(targets, parts), leaving, nbytes))
-        self._max_bytes = max(self._max_bytes, 2 * nbytes)
-        while (left := self._pending) and (left[0][0].done() or sum(each[2] for each in left) > self._max_bytes):
-            self._arrive()
-
-    def _arrive(self) -> None:
-        copy, arrivals, _ = self._pending.popleft()
-        self.transfers.finish(copy)
-        for (gradient, rows, _, dtype), values in zip(arrivals, copy.targets, strict=True):
-            gradient.arrive(rows, values, dtype)
 
     def _begin_squares(self) -> None:
         unsquared, self.unsquared = self.unsquared, {}
@@ -170,8 +153,7 @@ class GradientStep:
     def drain(self) -> None:
         """`send`, then wait for all pending copies."""
         self.send()
-        while self._pending:
-            self._arrive()
+        self._d2h.drain()
         self.send()
 
     def start_backward(self, *, last: bool) -> None:
@@ -215,6 +197,8 @@ class Gradient:
         """The tensor put into `.grad`."""
         self.sum_of_squares: SumOfSquares | None = None
         """Squared norm of this rank's rows (or of their final value), once launched."""
+        self.unit: Sequence[Gradient] = (self,)
+        """The gradients of its unit, which are reduced together."""
         self._spill = step.spill if step.spill is not None and record in step.spill else None
         """Set if the rows are spilled to disk."""
         self._step = step
@@ -269,8 +253,7 @@ class Gradient:
         if held is not None and not is_narrower(held.dtype, dtype):
             return held
         if record in rules.to_host:
-            what = record.name if self._spill is None else ""  # few of those for the disk are alive at a time
-            values = self._step.transfers.empty_host(record.owned_numel, dtype, what)
+            values = self._step.host_rows(self, dtype)
             self.values = values if held is None or not add else values.copy_(held)
         elif held is not None and add:
             self.values = held.to(dtype)
@@ -363,7 +346,10 @@ class Arrivals:
         self, units: Sequence[Unit], gradients: Mapping[ParameterRecord, Gradient], step: GradientStep
     ) -> None:
         found = ([gradients[one] for one in unit.owned if one in gradients] for unit in reversed(units))
-        self._units = [some for some in found if some]
+        self._units = [unit for unit in found if unit]
+        for unit in self._units:
+            for gradient in unit:
+                gradient.unit = unit
         self._order: Sequence[int] = range(len(self._units))
         """Numbers of the units, in reduction order."""
         self.unit_of = {gradient: number for number, unit in enumerate(self._units) for gradient in unit}

@@ -159,7 +159,7 @@ def test_as_much_host_memory_is_pinned_as_planned() -> None:
         assert abs(device.pinned_bytes - planned) < planned / 100
 
 
-def test_a_unit_moves_by_one_copy_each_way_and_without_a_thread() -> None:
+def test_a_unit_moves_by_one_copy_each_way_into_one_allocation_and_without_a_thread() -> None:
     config = pinned(3, "cpu", own="cpu", gradient_accumulation_steps=1)
     with FakeDevice() as device, start(config, make_net(layers=4), _streams=device) as engine:
         engine.backward(engine(*batch(0, 0, 0)))
@@ -167,7 +167,10 @@ def test_a_unit_moves_by_one_copy_each_way_and_without_a_thread() -> None:
         num_gradients = device.copies - units.on_demand - units.gathered_ahead
         num_units = len(engine.training_state.hooks.units.all)  # type: ignore[union-attr]
         repr(list(engine.training_state.hooks.units.values))  # type: ignore[union-attr]  # freed memory is not read
+        values = [gradient.values for gradient in engine.training_state.gradients.of.values()]
+        allocations = {each.untyped_storage().data_ptr() for each in values if each is not None}
     assert 0 < num_gradients <= num_units
+    assert len(allocations) == num_gradients
     assert not any(thread.name.startswith("zstore-prefetch") for thread in threading.enumerate())
 
 

@@ -433,6 +433,8 @@ def as_torch(view: Any) -> torch.Tensor:
 
     if isinstance(view, torch.Tensor):
         return view
+    if view.dtype.isbuiltin == 1:  # numpy's own, the usual case
+        return torch.from_numpy(view)
     if view.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(view.view(np.int16)).view(torch.bfloat16)
     if view.dtype.name in FLOAT8:
