@@ -214,7 +214,7 @@ class Engine(nn.Module):
                     training.step()
                     self.access.guard.note_sample()
             else:
-                training.gradients.shown.hide()
+                training.gradients.exposed.hide()
         finally:
             training.counters.micro_steps += 1
             accumulation.end_micro_batch(boundary=boundary)

@@ -77,7 +77,7 @@ class Training:
         """Norm of the gradients including the loss scale and the loop's own scaling; None until computed."""
         self._clip_factor: float | None = None
         """Factor of the gradients in this step if the loop clipped them, excluding the loss scale."""
-        self.gradients.shown.acts = self
+        self.gradients.exposed.acts = self
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = int(self.config.zero.allgather_bucket_size)
 
@@ -168,7 +168,7 @@ class Training:
                 self.hooks.end_backward()
             # Not earlier: if forwards differ between ranks, the backward's own collectives report it.
             self.update.agree()
-            self.gradients.show(whole=self.scaler.scale == 1.0)
+            self.gradients.expose(whole=self.scaler.scale == 1.0)
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
@@ -208,7 +208,7 @@ class Training:
 
     def notice_cleared(self) -> None:
         """Call `zero_grad` if the training loop set all gradients to None itself (all ranks)."""
-        if self.accumulation.backwards and self.gradients.shown.are_cleared:
+        if self.accumulation.backwards and self.gradients.exposed.are_cleared:
             self.zero_grad()
 
     def restart_accumulation(self) -> None:
@@ -243,7 +243,7 @@ class Training:
                 self.update.read_ahead()
             self.gradients.sums = sums_over_ranks(self.gradients, self.world, sharding=self.sharding)
         if self._scaled_norm is None:
-            scales = self.gradients.shown.scales
+            scales = self.gradients.exposed.scales
             norm = norm_of((one.name, shards, scales.get(one, 1.0)) for one, shards in self.gradients.sums.items())
             stepper = self.update.stepper
             self._scaled_norm = norm if stepper is None else stepper.agreed_norm(norm)
@@ -258,7 +258,7 @@ class Training:
         acts = math.isfinite(norm) or self.scaler.non_finite == "apply"
         if acts and (former is None or not factor >= former):  # `not`: a factor that is NaN counts
             self._clip_factor = factor
-            self.gradients.shown.clip(factor if former is None else factor / former)
+            self.gradients.exposed.clip(factor if former is None else factor / former)
         return norm
 
     def gradient_norm(self, record: ParameterRecord) -> float:
@@ -267,7 +267,7 @@ class Training:
             self.scaled_grad_norm()
         shards = (self.gradients.sums or {}).get(record, ())
         clip = 1.0 if self._clip_factor is None else self._clip_factor
-        factor = self.gradients.shown.scales.get(record, 1.0) * clip / self.scaler.scale
+        factor = self.gradients.exposed.scales.get(record, 1.0) * clip / self.scaler.scale
         return norm_of([(record.name, shards, 1.0)]) * abs(factor)
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
@@ -279,7 +279,7 @@ class Training:
             )
         with self.world.calling("gradients"):
             self.scaled_grad_norm()
-        self.gradients.shown.scales[record] = self.gradients.shown.scales.get(record, 1.0) * factor
+        self.gradients.exposed.scales[record] = self.gradients.exposed.scales.get(record, 1.0) * factor
         self._scaled_norm = None
 
     def _require_sharded_gradients(self, what: str) -> None:
@@ -301,7 +301,7 @@ class Training:
         if self.hooks is not None:
             self.hooks.units.values_change(by_step=True)  # a forward without a backward leaves stale values
         try:
-            self.gradients.shown.adopt()
+            self.gradients.exposed.adopt()
             norm = self.scaled_grad_norm(begin=True)  # reduces, agrees on which ranks have a gradient, sums squares
             self.norm = norm / self.scaler.scale
             accepted = self.scaler.accepts(norm, self.counters.global_steps + 1, self._what_changed)
@@ -337,8 +337,8 @@ class Training:
 
     def _settings(self, factor: float) -> StepSettings:
         gradients = self.gradients
-        factors = {record: factor * scale for record, scale in gradients.shown.scales.items()}
-        factors |= dict.fromkeys(gradients.shown.clipped, 1.0 / self.scaler.scale)
+        factors = {record: factor * scale for record, scale in gradients.exposed.scales.items()}
+        factors |= dict.fromkeys(gradients.exposed.clipped, 1.0 / self.scaler.scale)
         step = self.counters.global_steps + 1
         return StepSettings.of(self.optimizer.param_groups, step=step, factor=factor, factors=factors)
 

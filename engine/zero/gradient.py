@@ -1,9 +1,10 @@
 """The gradient of one parameter in a step, and which gradients arrived in a backward.
 
 [Note: the life of a gradient]
-In each step a gradient goes through the states of `GradientState`, in that order. Its values are the sum over the backwards so
-far, complete while no segment is on its way. Whether any rank had it (`is_agreed`) is known when a backward ends, before or
-after it is final. Rows that the host budget cannot hold go to disk each time they are complete, and are added up there.
+In each step a gradient passes through the states of `GradientState` in order. Its values are the sum over the backwards of
+the step; they are complete when no segment is pending (`segments_left`). Whether any rank had a gradient (`is_agreed`) is known
+at the end of a backward, which may be before or after the gradient is final. Rows that do not fit the host budget are written
+to disk whenever they are complete, and accumulated there.
 """
 
 from __future__ import annotations
@@ -43,21 +44,20 @@ class GradientState(Enum):
 
 
 class BackwardPhase(Enum):
-    """Parts of a step, as far as gradients are concerned."""
+    """Phase of a step for the gradients."""
 
     RUNNING = "running"
-    """Autograd brings gradients."""
+    """Autograd is computing gradients."""
     CLOSING = "closing"
-    """Autograd is done, and the ranks agree on which gradients there are: no other gradient becomes final until then."""
+    """Autograd is done, and the ranks are agreeing on which gradients exist: until then no gradient becomes final."""
     OWN = "own"
-    """No backward runs, and each rank has its own sums."""
+    """No backward is running; each rank has its local sums."""
     AVERAGED = "averaged"
-    """No backward runs, and the sums are the mean over ranks."""
+    """No backward is running; the values are the mean over ranks."""
 
 
 class GradientStep:
-    """The phase of a step as far as gradients are concerned, how they are held, and their copies to host memory. Used from
-    one thread at a time."""
+    """The phase of a step for all gradients, their types, and their copies to host memory. Used from one thread at a time."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class GradientStep:
         self.rules = rules
         self.transfers = transfers
         self.spill = spill
-        """Keeps rows on disk."""
+        """Stores rows on disk."""
         self.after_backward = BackwardPhase.AVERAGED if rules.each_backward or world_size == 1 else BackwardPhase.OWN
-        """The phase that a backward ends with."""
+        """The phase after a backward."""
         self.order_is_agreed = False
         """Whether a first backward has completed, so the number and order of arrivals per gradient are known."""
         self.arrives_in_parts = True
@@ -119,8 +119,7 @@ class GradientStep:
         return self._rooms.pop((gradient, dtype))
 
     def put(self, gradient: Gradient, rows: torch.Tensor, part: torch.Tensor, dtype: torch.dtype | None) -> None:
-        """Let `part`, on the device, be stored in `rows`: immediately if they are on the same device, otherwise asynchronously,
-        from `send` on."""
+        """Store `part` in `rows`: immediately if they are on the same device, else asynchronously, once `send` is called."""
         if self.transfers.link(part, rows) is None:
             gradient.arrive(rows, part, dtype)
             return
@@ -130,9 +129,9 @@ class GradientStep:
             self.send()
 
     def send(self) -> None:
-        """Process all gradients that arrived so far as one batch (typically one unit): one call for their norms, one copy
-        to host memory, one hand-over of those that are final."""
-        self._begin_squares()  # before any of them is on disk
+        """Process the gradients that have arrived as one batch (typically a unit): one call for their norms, one copy to host
+        memory, one call of `on_final` for those that are final."""
+        self._begin_squares()  # before any is written to disk
         self._d2h.send()
         self._begin_squares()
         final, self.final = self.final, []
@@ -164,10 +163,10 @@ class GradientStep:
 
     def _note_types(self) -> None:
         several, held = self.backwards > 1, self.rules.types.held
-        self.total = {dtype: held(dtype, several=several) for dtype in self._dtypes}
-        """Accumulation dtype including the current backward, by parameter dtype."""
-        self.of_step = {dtype: held(dtype, several=several or not self.last) for dtype in self._dtypes}
-        """Accumulation dtype for the whole step, as far as the number of backwards is known."""
+        self.sum_dtypes = {dtype: held(dtype, several=several) for dtype in self._dtypes}
+        """Type of the sum up to the current backward, by parameter type."""
+        self.step_dtypes = {dtype: held(dtype, several=several or not self.last) for dtype in self._dtypes}
+        """Type of the sum over the step, by parameter type, as far as the number of backwards is known."""
 
     @property
     def is_whole(self) -> bool:
@@ -182,29 +181,30 @@ class Gradient:
         self.record = record
         self.state = GradientState.EMPTY
         self.is_agreed = False
-        """Whether any rank had it in a backward completed in this step (only this rank's view while sums are local)."""
+        """Whether any rank had it in a backward of this step (while sums are local: whether this rank had)."""
         self.is_taken = step.rules.each_backward
-        """Whether we accumulate it ourselves instead of autograd."""
+        """Whether the engine accumulates it, and not autograd."""
         self.num_arrivals = 0
-        """How often it, or a part of it, arrived in this backward."""
+        """Arrivals, of all or part of it, in this backward."""
         self.expected = 1
-        """Number of arrivals in the previous backward; at least 1 if any rank had it."""
+        """Arrivals in the previous backward; at least 1 if any rank had it."""
         self.segments_left = 0
-        """Segments that were sent and are not in the values yet."""
+        """Segments that were sent and are not in `values` yet."""
         self.values: torch.Tensor | None = None
-        """This rank's rows, 1-D, or all in the parameter's shape; None: no memory yet, on disk, or an update took them."""
-        self.shown: torch.Tensor | None = None
-        """The tensor put into `.grad`."""
+        """This rank's rows, 1-D, or the full gradient in the parameter's shape; None if not allocated yet, on disk, or taken by
+        an update."""
+        self.exposed: torch.Tensor | None = None
+        """The tensor that was put into `.grad`."""
         self.sum_of_squares: SumOfSquares | None = None
-        """Squared norm of this rank's rows (or of their final value), once launched."""
+        """Squared norm of this rank's rows, once launched."""
         self.unit: Sequence[Gradient] = (self,)
         """The gradients of its unit, which are reduced together."""
         self._spill = step.spill if step.spill is not None and record in step.spill else None
         """Set if the rows are spilled to disk."""
         self._step = step
 
-    def note_sent(self) -> bool:
-        """Record that values of a backward are being copied; return whether they are added to the values in memory."""
+    def mark_sent(self) -> bool:
+        """Note that values of a backward are being copied; return whether they are added to the values in memory."""
         adds = self.state is not GradientState.EMPTY if self._spill is None else self.segments_left > 0
         if self.state is GradientState.EMPTY:
             self.state = GradientState.HELD
@@ -215,24 +215,24 @@ class Gradient:
         step, values = self._step, take_gradient(self.record)
         if values is None:
             return
-        adds, values = self.note_sent(), values.view(-1) if step.rules.each_backward else values
-        if not self.is_taken:  # autograd has added them
+        adds, values = self.mark_sent(), values.view(-1) if step.rules.each_backward else values
+        if not self.is_taken:  # autograd has accumulated them
             self.values = values
             return
         self.segments_left += 1
         if not adds and (step.transfers.streams.device_is_host or self.record not in step.rules.to_host):
-            self.values = values if self._spill is not None else values.to(step.of_step[self.record.dtype])
+            self.values = values if self._spill is not None else values.to(step.step_dtypes[self.record.dtype])
             self._count_segment()
             return
-        if not adds and values.device.type != "cpu" and step.backwards == 1 and step.last:  # it costs the host nothing
+        if not adds and values.device.type != "cpu" and step.backwards == 1 and step.last:  # needs no host time
             step.unsquared[self] = values
         self.put(None, values, adds=adds)
 
     def put(self, rows: slice | None, part: torch.Tensor, *, adds: bool) -> None:
         """Copy a segment of the gradient into (or, if `adds`, accumulate it onto) `rows`; None means all values."""
-        held = self._allocate(part, add=adds)
-        dtype = self._step.total[self.record.dtype] if adds else None
-        self._step.put(self, held if rows is None else held[rows], part, dtype)
+        values = self._allocate(part, add=adds)
+        dtype = self._step.sum_dtypes[self.record.dtype] if adds else None
+        self._step.put(self, values if rows is None else values[rows], part, dtype)
 
     def arrive(self, rows: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None) -> None:
         """Store values on the same device as `rows`: accumulated in `dtype`, or overwriting if None."""
@@ -243,20 +243,20 @@ class Gradient:
         self._count_segment()
 
     def _allocate(self, part: torch.Tensor, *, add: bool) -> torch.Tensor:
-        """Return the held values, on the tier on which they wait for the update, with room for values like `part` or,
-        to `add` them, for sums with their own."""
-        rules, record, held = self._step.rules, self.record, self.values
-        dtype = self._step.of_step[record.dtype] if self._spill is None else part.dtype
+        """Return memory for the values, on the tier on which they wait for the update, wide enough for `part`, or, to `add` it,
+        for the sum; it has the current values if they are kept."""
+        record, current = self.record, self.values
+        dtype = self._step.step_dtypes[record.dtype] if self._spill is None else part.dtype
         if add:
             self.sum_of_squares = None
             self._step.unsquared.pop(self, None)
-        if held is not None and not is_narrower(held.dtype, dtype):
-            return held
-        if record in rules.to_host:
+        if current is not None and not is_narrower(current.dtype, dtype):
+            return current
+        if record in self._step.rules.to_host:
             values = self._step.host_rows(self, dtype)
-            self.values = values if held is None or not add else values.copy_(held)
-        elif held is not None and add:
-            self.values = held.to(dtype)
+            self.values = values if current is None or not add else values.copy_(current)
+        elif current is not None and add:
+            self.values = current.to(dtype)
         else:
             self.values = torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
         return self.values
@@ -270,14 +270,16 @@ class Gradient:
         if self._spill is not None and self.values is not None:
             rows, squares, self.values, self.sum_of_squares = self.values, self.sum_of_squares, None, None
             with self._spill.keeping_error():
-                self._spill.add(record, rows, step.total[record.dtype], squares)
+                self._spill.add(record, rows, step.sum_dtypes[record.dtype], squares)
         if self.state is GradientState.FINAL and step.on_final is not None:
             raise UsageError(
                 f"parameter {record.name!r} received a part of its gradient after its update in this backward had begun: "
                 f"its module is used more often than in the previous step; {OTHER_MODES}"
             )
-        is_known = step.order_is_agreed or not step.arrives_in_parts  # else this may be only a first part
-        if step.last and is_known and step.phase is BackwardPhase.RUNNING:  # it may turn out that no rank has it
+        is_known = step.order_is_agreed or not step.arrives_in_parts  # else it may be the first of several parts
+        if (
+            step.last and is_known and step.phase is BackwardPhase.RUNNING
+        ):  # after it, ranks may still agree that none has it
             self.finish()
 
     def finish(self) -> None:
@@ -305,26 +307,26 @@ class Gradient:
             self.values = None
         return rows
 
-    def hold(self, values: torch.Tensor) -> None:
-        """Use whole `values` as the gradient of this step."""
+    def set_full(self, values: torch.Tensor) -> None:
+        """Use `values`, the full gradient, as that of this step."""
         self.values, self.state, self.is_agreed = values, GradientState.HELD, True
 
     def replace(self, full: torch.Tensor) -> None:
-        """Use the values `full`, 1-D [numel], in place of this step's."""
+        """Replace this step's values by `full`, 1-D [numel]."""
         if self._spill is not None:
             raise UsageError(
                 f"the gradient of parameter {self.record.name!r} waits on disk and cannot be set: keep offload_optimizer in "
                 'host memory ("device": "cpu"), or change the loss'
             )
         values = full[slice(*self.record.owned_range)] if self._step.rules.each_backward else full
-        held = self._allocate(values, add=False)
-        held.view(-1).copy_(values)
+        replaced = self._allocate(values, add=False)
+        replaced.view(-1).copy_(values)
         if self.sum_of_squares is not None:
-            self._step.unsquared[self] = held
+            self._step.unsquared[self] = replaced
             self._step.send()
 
     def squares(self, others: Iterable[Gradient]) -> float | None:
-        """Return the rows' sum of squares, None if it was not started. The host waits once for it and all `others`."""
+        """Return the rows' sum of squares; None if it was not launched. The host waits once for it and for all `others`."""
         if self._spill is not None:
             return self._spill.squares(self.record)
         if self.sum_of_squares is None:
@@ -334,7 +336,7 @@ class Gradient:
     def drop(self) -> None:
         """Forget the values of this step."""
         self.state, self.is_agreed, self.segments_left, self.sum_of_squares = GradientState.EMPTY, False, 0, None
-        self.shown = None
+        self.exposed = None
         if not self._step.rules.keeps_rows:
             self.values = None
 
@@ -345,8 +347,8 @@ class Arrivals:
     def __init__(
         self, units: Sequence[Unit], gradients: Mapping[ParameterRecord, Gradient], step: GradientStep
     ) -> None:
-        found = ([gradients[one] for one in unit.owned if one in gradients] for unit in reversed(units))
-        self._units = [unit for unit in found if unit]
+        trained = ([gradients[record] for record in unit.owned if record in gradients] for unit in reversed(units))
+        self._units = [unit for unit in trained if unit]
         for unit in self._units:
             for gradient in unit:
                 gradient.unit = unit
@@ -354,11 +356,11 @@ class Arrivals:
         """Numbers of the units, in reduction order."""
         self.unit_of = {gradient: number for number, unit in enumerate(self._units) for gradient in unit}
         self.num_due = [0] * len(self._units)
-        """How many of the expected gradients of each unit have not arrived as often as expected."""
+        """Expected gradients of each unit that have not arrived as often as expected."""
         self._step = step
-        self.sent = 0
-        """Units that were handed out."""
-        self.leaving: int | None = None
+        self.num_sent = 0
+        """Units that `ready` has yielded."""
+        self.last_unit: int | None = None
         """The unit of the last gradient taken without a reduction."""
         self._arrived: list[Gradient] = []
         """Gradients in arrival order, recorded until the unit order is fixed."""
@@ -370,7 +372,7 @@ class Arrivals:
 
     def start(self) -> None:
         """Prepare for a backward."""
-        self.sent, self.leaving = 0, None
+        self.num_sent, self.last_unit = 0, None
         self._arrived.clear()
         for number, unit in enumerate(self._units):
             self.num_due[number] = sum(gradient.expected > 0 for gradient in unit)
@@ -386,11 +388,11 @@ class Arrivals:
             self._arrived.append(gradient)
         return gradient.num_arrivals >= gradient.expected
 
-    def ready(self, *, rest: bool = False) -> Iterator[list[Gradient]]:
-        """Yield the expected gradients of each complete unit, up to the first incomplete one; or of the `rest`."""
-        while self.sent < len(self._order) and (rest or not self.num_due[self._order[self.sent]]):
-            self.sent += 1
-            yield [gradient for gradient in self._units[self._order[self.sent - 1]] if gradient.expected]
+    def ready(self, *, remaining: bool = False) -> Iterator[list[Gradient]]:
+        """Yield the expected gradients of each complete unit, up to the first incomplete one; or of all `remaining` units."""
+        while self.num_sent < len(self._order) and (remaining or not self.num_due[self._order[self.num_sent]]):
+            self.num_sent += 1
+            yield [gradient for gradient in self._units[self._order[self.num_sent - 1]] if gradient.expected]
 
     def agree_on_order(self, world: World) -> None:
         """Use the order in which rank 0's units were completed in this backward (all ranks)."""
@@ -401,38 +403,42 @@ class Arrivals:
 
 
 class _Hooks(dict[int, Callable[[torch.Tensor], object]]):
-    """The post-accumulate hooks of a parameter; the engine's stays last whenever others are registered: they see the
-    gradient before it is taken."""
+    """The post-accumulate hooks of a parameter. The engine's hook stays last, so that others see the gradient before it is
+    taken."""
 
-    OURS = -1
+    ENGINE = -1
 
     def __setitem__(self, key: int, hook: Callable[[torch.Tensor], object]) -> None:
-        ours = self.pop(self.OURS, None)
+        engine_hook = self.pop(self.ENGINE, None)
         super().__setitem__(key, hook)
-        if ours is not None and key != self.OURS:
-            super().__setitem__(self.OURS, ours)
+        if engine_hook is not None and key != self.ENGINE:
+            super().__setitem__(self.ENGINE, engine_hook)
 
 
 def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> Callable[[], object]:
-    """Call `arrived`, a method, with the record each time that autograd added to its gradient, as long as its object
-    exists: autograd holds the hook out of the collector's sight. Return the function that ends this."""
-    method, known, parameter = weakref.WeakMethod(arrived), weakref.ref(record), cast("Any", record.parameter)
+    """Call the method `arrived` with the record whenever autograd has accumulated its gradient. The references are weak, since
+    the garbage collector cannot see those of autograd's hooks. Return the function that removes the hook."""
+    weak_method, weak_record, parameter = (
+        weakref.WeakMethod(arrived),
+        weakref.ref(record),
+        cast("Any", record.parameter),
+    )
 
     def accumulated(_: torch.Tensor) -> None:
-        call, one = method(), known()
-        if call is not None and one is not None:
-            call(one)
+        method, live_record = weak_method(), weak_record()
+        if method is not None and live_record is not None:
+            method(live_record)
 
-    def call_former(tensor: torch.Tensor) -> None:
-        for hook in list(former.values()):  # their handles remove them from there
+    def call_earlier(tensor: torch.Tensor) -> None:
+        for hook in list(earlier.values()):  # their handles remove them from this dict
             hook(tensor)
 
-    former, hooks = parameter._post_accumulate_grad_hooks, _Hooks()
-    if former:
-        hooks[0] = call_former
-    hooks[_Hooks.OURS] = accumulated
+    earlier, hooks = parameter._post_accumulate_grad_hooks, _Hooks()
+    if earlier:
+        hooks[0] = call_earlier
+    hooks[_Hooks.ENGINE] = accumulated
     parameter._post_accumulate_grad_hooks = hooks
-    return partial(hooks.pop, _Hooks.OURS, None)
+    return partial(hooks.pop, _Hooks.ENGINE, None)
 
 
 def take_gradient(record: ParameterRecord) -> torch.Tensor | None:

@@ -47,7 +47,7 @@ class Gradients:
     """The gradients of the trained parameters of `units`; `others` are parameters that get gradients although they are not
     trained. `arrived` is called with each record whose gradient arrived and was taken.
 
-    The engine calls, in this order: for each micro-batch start_backward, end_backward, show (or drop, if the backward
+    The engine calls, in this order: for each micro-batch start_backward, end_backward, expose (or drop, if the backward
     failed); then for the update reduce, having, take, drop.
     """
 
@@ -72,12 +72,12 @@ class Gradients:
         self._world = world
         self.rules = rules
         self._reductions = Reductions(world, rules) if world.world_size > 1 else None
-        self._arrived_too = arrived
+        self._on_arrival = arrived
         self.overlapped = 0
         """Reductions that overlapped with other work of this rank."""
         self.sums: dict[ParameterRecord, Sequence[float]] | None = None
         """Sums of squares of each shard, over all ranks, once computed in this step."""
-        self.shown = ShownGradients(self.of, self.step)
+        self.exposed = ExposedGradients(self.of, self.step)
         self._watches: list[Callable[[], object]] = []
         if rules.each_backward:
             self._watch()
@@ -87,31 +87,31 @@ class Gradients:
 
     @property
     def expected(self) -> list[ParameterRecord]:
-        """The records that had a gradient in the previous backward, in the order in which they are expected."""
+        """The records that had a gradient in the previous backward, in the expected order."""
         return [gradient.record for unit in self._arrivals.units for gradient in unit if gradient.expected]
 
     @cached_property
     def largest_unit_bytes(self) -> int:
-        """Bytes of this rank's rows of the gradients of one unit, at most."""
+        """Bytes of this rank's gradient rows of the largest unit."""
         nbytes = {r: r.owned_numel * self.rules.types.planned(r.dtype).itemsize for r in self.of}
-        return max((sum(nbytes[one.record] for one in unit) for unit in self._arrivals.units), default=0)
+        return max((sum(nbytes[gradient.record] for gradient in unit) for unit in self._arrivals.units), default=0)
 
     @property
     def has_sent(self) -> bool:
-        """Whether another rank may have got gradients of this backward."""
-        return self._world.world_size > 1 and self._arrivals.sent > 0
+        """Whether gradients of this backward may have been sent to another rank."""
+        return self._world.world_size > 1 and self._arrivals.num_sent > 0
 
     def start_backward(self, *, last: bool) -> None:
         """Prepare for a backward, the `last` of its step or not."""
-        self.shown.hide()
+        self.exposed.hide()
         step = self.step
         step.start_backward(last=last)
         self._arrivals.start()
         if not self.rules.each_backward:
             for record, gradient in self.of.items():
-                held, of_step = gradient.values, step.of_step[record.dtype]
-                gradient.is_taken = of_step != record.dtype or (held is not None and held.dtype != of_step)
-                record.parameter.grad = None if gradient.is_taken else held
+                values, dtype = gradient.values, step.step_dtypes[record.dtype]
+                gradient.is_taken = dtype != record.dtype or (values is not None and values.dtype != dtype)
+                record.parameter.grad = None if gradient.is_taken else values
                 if gradient.is_taken and not self._watches:
                     self._watch()
 
@@ -129,30 +129,30 @@ class Gradients:
                 self._reduce_rows(gradients, self._reductions)
         elif is_complete:
             unit = self._arrivals.unit_of[gradient]
-            if unit != self._arrivals.leaving or gradient.segments_left:  # a part of it is among the pending copies
+            if unit != self._arrivals.last_unit or gradient.segments_left:  # a part of it is among the pending copies
                 self.step.send()
             gradient.collect()
-            self._arrivals.leaving = unit
+            self._arrivals.last_unit = unit
             if not self._arrivals.num_due[unit]:
                 self.step.send()
-        if self._arrived_too is not None:
-            self._arrived_too(record)
+        if self._on_arrival is not None:
+            self._on_arrival(record)
 
     def end_backward(self) -> None:
-        """Take the gradients of a backward (all ranks)."""
+        """Collect the gradients of a backward (all ranks)."""
         step, reductions = self.step, self._reductions if self.rules.each_backward else None
         step.drain()
         step.phase = BackwardPhase.CLOSING
         gradients = list(self.of.values())
-        flags = [flag for one in gradients for flag in (one.num_arrivals > 0, one.record.parameter.grad is not None)]
+        flags = [flag for g in gradients for flag in (g.num_arrivals > 0, g.record.parameter.grad is not None)]
         if reductions is not None:
-            for unit in self._arrivals.ready(rest=True):
+            for unit in self._arrivals.ready(remaining=True):
                 self._reduce_rows(unit, reductions)
             # Late gradients are in no unit sent so far: ranks differ in which units they have sent before this.
-            left = [one.record.parameter.grad is not None for one in gradients]
-            agreed = agree_any(self._world, flags + left)
-            flags, left = agreed[: len(flags)], agreed[len(flags) :]
-            self._reduce_rows([one for one, is_late in zip(gradients, left, strict=True) if is_late], reductions)
+            late = [gradient.record.parameter.grad is not None for gradient in gradients]
+            agreed = agree_any(self._world, flags + late)
+            flags, late = agreed[: len(flags)], agreed[len(flags) :]
+            self._reduce_rows([g for g, is_late in zip(gradients, late, strict=True) if is_late], reductions)
             reductions.drain()
         else:
             for gradient in gradients:
@@ -161,7 +161,7 @@ class Gradients:
         for gradient, has_arrived, is_set in zip(gradients, flags[::2], flags[1::2], strict=True):
             if gradient.is_taken:
                 gradient.expected = max(gradient.num_arrivals, 1) if has_arrived else 0
-            # A hook may have taken it, or code in the backward have set it.
+            # A hook may have taken it, or code in the backward may have set it.
             gradient.is_agreed |= (has_arrived or is_set) and gradient.state is not GradientState.EMPTY
         if self.rules.each_backward and not step.order_is_agreed:
             self._arrivals.agree_on_order(self._world)
@@ -176,9 +176,9 @@ class Gradients:
             step.send()
 
     def _reduce_rows(self, gradients: Sequence[Gradient], reductions: Reductions) -> None:
-        """Take these gradients off their parameters, and reduce them into the rows (all ranks, in one order)."""
+        """Take these gradients from their parameters, and reduce them into the rows (all ranks, in the same order)."""
         values = {gradient.record: take_gradient(gradient.record) for gradient in gradients}
-        adds = {gradient.record: gradient.note_sent() for gradient in gradients}
+        adds = {gradient.record: gradient.mark_sent() for gradient in gradients}
 
         def put(bucket: Bucket, mean: torch.Tensor) -> None:
             for segment, rows, part in rows_in(bucket, mean):
@@ -191,15 +191,15 @@ class Gradients:
                     self.of[segment.record].segments_left += 1
                 self.overlapped += self.rules.overlap and self.rules.scatter
 
-    def show(self, *, whole: bool) -> None:
-        """Put the gradients of the step so far into `.grad`; without `whole` none of them equals a plain loop's (all ranks).
-        See [Note: gradients between backward and step]."""
-        # An optimizer that averages some of them itself has each rank's own.
+    def expose(self, *, whole: bool) -> None:
+        """Put the gradients of the step into `.grad`; without `whole`, none of them equals a plain loop's (all ranks). See
+        [Note: gradients between backward and step]."""
+        # An optimizer that averages some of them itself needs each rank's local ones.
         is_cut = self.rules.each_backward or (self._world.world_size > 1 and self.rules.scatter)
         whole = whole and self.step.averaged is None and not is_cut
         if whole and self.step.last:
             self.reduce()
-        self.shown.show(whole=whole and self.step.is_whole)
+        self.exposed.expose(whole=whole and self.step.is_whole)
 
     def reduce(self) -> None:
         """Average the gradients that are not averaged yet, and agree on which parameters have one (all ranks)."""
@@ -208,25 +208,26 @@ class Gradients:
             if self.rules.spills:
                 self._world.raise_together(lost)
             return
-        self.shown.adopt()
+        self.exposed.adopt()
         if self._reductions is None or self.step.phase is BackwardPhase.AVERAGED:
             return
         self.step.phase = BackwardPhase.AVERAGED
         gradients = list(self.of.values())
-        for gradient, any_ in zip(gradients, agree_any(self._world, [g.is_agreed for g in gradients]), strict=True):
-            if any_ and not gradient.is_agreed:  # only other ranks have it
-                gradient.hold(self._zeros(gradient.record))
+        agreed = agree_any(self._world, [gradient.is_agreed for gradient in gradients])
+        for gradient, has_any_rank in zip(gradients, agreed, strict=True):
+            if has_any_rank and not gradient.is_agreed:  # only other ranks have it
+                gradient.set_full(self._zeros(gradient.record))
         averaged = self.of if self.step.averaged is None else self.step.averaged()
         held = {r: g.values.view(-1) for r, g in self.of.items() if g.values is not None and r in averaged}
         self.overlapped += self._reductions.replace(held, scatter=self.rules.scatter)
 
     def _zeros(self, record: ParameterRecord) -> torch.Tensor:
-        return torch.zeros(record.shape, dtype=self.step.of_step[record.dtype], device=record.full.device)
+        return torch.zeros(record.shape, dtype=self.step.step_dtypes[record.dtype], device=record.full.device)
 
     def mean(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return the mean over ranks of the step's gradient so far, 1-D [numel], a copy; None if no rank has any. For gradients
         that are reduced once a step (all ranks)."""
-        self.shown.adopt()
+        self.exposed.adopt()
         held = self.of[record].values
         if self._reductions is None or self.step.phase is BackwardPhase.AVERAGED:
             return None if held is None else held.reshape(-1).clone()
@@ -279,8 +280,8 @@ class Gradients:
         step = self.step
         step.reset()
         self.sums = None
-        self.shown.scales.clear()
-        self.shown.clipped.clear()
+        self.exposed.scales.clear()
+        self.exposed.clipped.clear()
         if self._reductions is not None:
             self._reductions.drop()
         for record, gradient in self.of.items():
@@ -311,50 +312,51 @@ class Gradients:
             self.step.spill.close()
 
 
-class ShownGradients:
-    """The `gradients` of the step so far in `.grad`, and the training loop's changes of them there. See [Note: gradients
+class ExposedGradients:
+    """The gradients of the step in the parameters' `.grad`, and what the training loop changes there. See [Note: gradients
     between backward and step]."""
 
     acts: GradientActs
-    """Serves the loop's use of gradients that it cannot have whole."""
+    """Serves operations on gradients that are not whole on this rank."""
 
     def __init__(self, gradients: Mapping[ParameterRecord, Gradient], step: GradientStep) -> None:
         self._of = gradients
         self._step = step
         self.scales: dict[ParameterRecord, float] = {}
-        """The loop's factors of gradients that it cannot have whole."""
+        """Factors by which the loop scaled gradients that are not whole on this rank."""
         self.clipped: set[ParameterRecord] = set()
         """Whole gradients that were clipped in place."""
         self._placeholders: dict[ParameterRecord, ShardedGradient] = {}
 
-    def show(self, *, whole: bool) -> None:
-        """Put the gradients into `.grad`, as they are if they are `whole` and of the parameter's type."""
+    def expose(self, *, whole: bool) -> None:
+        """Put the gradients into `.grad`: the tensors themselves if they are `whole` and of the parameter's type."""
         for record, gradient in self._of.items():
             if gradient.is_agreed:
-                held = gradient.values
-                self._show(gradient, held if whole and held is not None and held.dtype == record.dtype else None)
+                values = gradient.values
+                is_usable = whole and values is not None and values.dtype == record.dtype
+                self._expose(gradient, values if is_usable else None)
 
-    def _show(self, gradient: Gradient, values: torch.Tensor | None) -> None:
-        """Put a gradient into `.grad`; None: a `ShardedGradient` in its place."""
+    def _expose(self, gradient: Gradient, values: torch.Tensor | None) -> None:
+        """Put a gradient into `.grad`, or a `ShardedGradient` if `values` is None."""
         record = gradient.record
         if values is None:
             values = self._placeholders.get(record)
             if values is None:
                 values = self._placeholders[record] = ShardedGradient.of(record, self.acts)
-        record.parameter.grad = gradient.shown = values
+        record.parameter.grad = gradient.exposed = values
 
     @property
     def are_cleared(self) -> bool:
-        """Whether the training loop has set all gradients that were shown to None, as `zero_grad()` of torch does."""
-        shown = [record for record, gradient in self._of.items() if gradient.shown is not None]
-        return bool(shown) and all(record.parameter.grad is None for record in shown)
+        """Whether the training loop has set all exposed gradients to None, as torch's `zero_grad()` does."""
+        exposed = [record for record, gradient in self._of.items() if gradient.exposed is not None]
+        return bool(exposed) and all(record.parameter.grad is None for record in exposed)
 
     def hide(self) -> None:
-        """Take the gradients out of `.grad`, as the loop left them there, and keep them."""
+        """Remove the gradients from `.grad`, and keep them with the loop's changes."""
         self.adopt()
         for record, gradient in self._of.items():
-            if gradient.shown is not None:
-                record.parameter.grad = gradient.shown = None
+            if gradient.exposed is not None:
+                record.parameter.grad = gradient.exposed = None
 
     def adopt(self) -> None:
         """Adopt the gradients that the training loop put into `.grad` in place of the engine's.
@@ -362,31 +364,33 @@ class ShownGradients:
         Raises UsageError if one is not whole on this rank.
         """
         for record, gradient in self._of.items():
-            shown = gradient.shown
-            if record.parameter.grad is shown:
+            exposed = gradient.exposed
+            if record.parameter.grad is exposed:
                 continue
-            if isinstance(shown, ShardedGradient) or not self._step.is_whole:
+            if isinstance(exposed, ShardedGradient) or not self._step.is_whole:
                 raise UsageError(
                     f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
                     "gradient is not whole on this rank, and the step would not notice. Multiply .grad in place by a number, "
                     "change the loss, or forget all with engine.zero_grad(); with requires_grad=False there is no gradient"
                 )
             gradient.drop()
-            if (found := take_gradient(record)) is not None:
-                gradient.hold(found)
-                self._show(gradient, found)
+            if (values := take_gradient(record)) is not None:
+                gradient.set_full(values)
+                self._expose(gradient, values)
 
     def clip(self, factor: float) -> None:
-        """Multiply the whole fp32 gradients by `factor` in place: a plain loop sees clipped ones too. Others are clipped in
-        the update, with the bits of one product in fp32: `.grad` is their placeholder from now on."""
-        shown = {record: gradient.shown for record, gradient in self._of.items()}
-        whole = {r: one for r, one in shown.items() if one is not None and not isinstance(one, ShardedGradient)}
+        """Multiply the whole fp32 gradients by `factor` in place, as a plain loop does. Others are clipped in the update, with
+        the bits of one product in fp32; their `.grad` is a placeholder from now on."""
+        exposed = {record: gradient.exposed for record, gradient in self._of.items()}
+        whole = {
+            r: values for r, values in exposed.items() if values is not None and not isinstance(values, ShardedGradient)
+        }
         in_place = {record: values for record, values in whole.items() if record.dtype == torch.float32}
         if factor != 1.0 and in_place:
             torch._foreach_mul_(list(in_place.values()), float(np.float32(factor)))
         self.clipped.update(in_place)
         for record in whole.keys() - in_place.keys():
-            self._show(self._of[record], None)
+            self._expose(self._of[record], None)
 
 
 def sums_over_ranks(
