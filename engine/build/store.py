@@ -174,7 +174,7 @@ def open_run_store(
     except BaseException:
         store.close()
         raise
-    store.expect(plan.shared_bytes)
+    store.expect_shared_bytes(plan.shared_bytes)
     if store.options.all_paths:
         map_large_blocks()
     return plan, store

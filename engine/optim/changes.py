@@ -410,7 +410,7 @@ class Changes:
 
         admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
         on_end = None if done is None else ended
-        if begun is not None and begun.go_on(admitted, on_end):
+        if begun is not None and begun.resume(admitted, on_end):
             tiles = begun.tiles()
         else:
             tiles = self.state.store.tiles(part.groups, "update", modes=part.modes, admit=admitted, on_end=on_end)

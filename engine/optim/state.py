@@ -80,8 +80,8 @@ class OptimizerState:
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self.plans: dict[Any, Any] = {}
         """Cached results of `planned`; cleared when kernels change or memory is taken away."""
-        self._arrangement = self._num_planned = 0
-        """The store's arrangement that they are of, and the length of their keys."""
+        self._layout_generation = self._num_planned = 0
+        """The store's layout generation that they belong to, and the length of their keys."""
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""
@@ -231,9 +231,9 @@ class OptimizerState:
 
     def planned(self, key: tuple[Any, ...], make: Callable[[], T], fits: Callable[[T], bool] = lambda _: True) -> T:
         """Return what `make` made for `key`, once as long as it fits and the store is not rearranged."""
-        if self._arrangement != self.store.arrangement:
+        if self._layout_generation != self.store.layout_generation:
             self.plans.clear()
-            self._arrangement, self._num_planned = self.store.arrangement, 0
+            self._layout_generation, self._num_planned = self.store.layout_generation, 0
         found: T | None = self.plans.get(key)
         if found is None or not fits(found):
             if self._num_planned > _MAX_PLANS * (len(self.scalars) + _MAX_PLANS):  # not a plan that is read ahead

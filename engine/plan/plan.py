@@ -173,7 +173,7 @@ class Plan:
     packs_small: bool = False
     """Whether small shards on disk share files (`Store.share_files`)."""
     shared_bytes: int = 0
-    """Bytes in host memory of small parameters, for `Store.expect`."""
+    """Bytes in host memory of small parameters, for `Store.expect_shared_bytes`."""
     update_bytes: int = 0
     """Peak of the bytes of an update of a whole tensor. Outside the budget."""
 

@@ -92,7 +92,7 @@ class Sweep:
         self._world = world
         self._doubles = doubles
         save_arrays(folder, self.before, tag="first", world_size=len(doubles))
-        self._settle()
+        self._wait_for_changes()
         self._save("second", overwrite=False)
         self.num_operations = [len(double.operations) for double in doubles]
         self.kinds = [list(double.operations) for double in doubles]
@@ -100,7 +100,7 @@ class Sweep:
         self.error: Exception | None = None
         """Of the last save that failed."""
 
-    def _settle(self) -> None:
+    def _wait_for_changes(self) -> None:
         for double in self._doubles:
             double.rearm(None)
 
@@ -124,7 +124,7 @@ class Sweep:
             for info in tags(folder):
                 if info.tag == "second":
                     shutil.rmtree(info.path)
-        self._settle()
+        self._wait_for_changes()
         self._doubles[rank].rearm(operation, number, lasting=lasting)
         saved = self._save(tag, overwrite=overwrite)
         if overwrite:

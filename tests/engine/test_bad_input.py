@@ -111,7 +111,7 @@ def test_initialize_without_a_usable_nvme_path_leaves_the_model_as_it_is(tmp_pat
     before = all_of(model)
     (tmp_path / "file").touch()
     unusable: list[tuple[Path | str, type[Exception], str]] = [
-        (tmp_path / "file" / "below", RunFolderError, r"expected a folder, or one that can be made.*below"),
+        (tmp_path / "file" / "below", RunFolderError, r"expected a folder, or one that can be created.*below"),
         ("/proc", RunFolderError, r"cannot be written; give one that this user may write.*/proc"),
     ]
     with start(make_config(1, "nvme", nvme)) as first, start(make_config()) as alone:

@@ -109,7 +109,7 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/dev/null/x"}}},
             [],
-            "nvme_path: expected a folder, or one that can be made",
+            "nvme_path: expected a folder, or one that can be created",
         ),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e30}}}, ["--steps", "3"], "norm of the gradients is nan"),
     ],

@@ -316,7 +316,7 @@ def test_an_error_names_the_drive(tmp_path: Path) -> None:
     config = offloaded(tmp_path / "good")
     (tmp_path / "file").touch()
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = [str(tmp_path / "good"), str(tmp_path / "file")]
-    with pytest.raises(RunFolderError, match=r"one that can be made.*file"):
+    with pytest.raises(RunFolderError, match=r"one that can be created.*file"):
         start(config, wide_net())
     # The folder on the other drive is free again.
     start(offloaded(tmp_path / "good"), wide_net()).close()

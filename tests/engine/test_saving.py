@@ -35,9 +35,9 @@ def test_an_updater_waits_for_unwritten_arrays(tmp_path: Path, monkeypatch: pyte
         files.arrived(1)
         memory = engine.training_state.state.store._tiers[held]
         assert memory.name == ("device" if tier == "none" else "host")
-        with memory._unpinned:  # type: ignore[attr-defined]
+        with memory._pin_released:  # type: ignore[attr-defined]
             pins = memory._pins  # type: ignore[attr-defined]
-            assert memory._unpinned.wait_for(  # type: ignore[attr-defined]
+            assert memory._pin_released.wait_for(  # type: ignore[attr-defined]
                 lambda: [name for name, count in pins.items() if count] == [held], 30
             )
         waited = []

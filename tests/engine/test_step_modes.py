@@ -158,8 +158,8 @@ def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
 
 def _pins(engine: Engine) -> int:
     store = engine.training_state.state.store
-    disk = sum(shard.current.pins for shard in store._homes["disk"]._shards.values())  # type: ignore[union-attr]
-    return disk + sum(store._homes["host"]._pins.values()) + sum(store._homes["device"]._pins.values())
+    disk = sum(shard.current.pins for shard in store._tiers_by_name["disk"]._shards.values())  # type: ignore[union-attr]
+    return disk + sum(store._tiers_by_name["host"]._pins.values()) + sum(store._tiers_by_name["device"]._pins.values())
 
 
 def test_a_save_takes_what_the_update_finishes(behind: str, nvme: Path, tmp_path: Path) -> None:

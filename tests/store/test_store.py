@@ -162,7 +162,7 @@ def test_an_array_that_would_rest_otherwise_is_not_renamed(store: Store) -> None
     for dtype, tier in (("bfloat16", "host"), ("float32", "disk")):
         spec = ArraySpec(name="other/v", shape=LARGE, dtype=dtype)
         assert not store.rename("model/w", spec, tier=cast("TierName", tier))
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         store.rename("model/w", ArraySpec(name="model/w", shape=LARGE, dtype="float32"), tier="host")
     passing = store.tiles([["model/w"]])
     next(passing)

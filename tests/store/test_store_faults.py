@@ -72,7 +72,7 @@ def wrong_calls(store: Store) -> list[tuple[Call, str]]:
         return lambda: store.create(spec, grid=make_grid(rows, 2), shard=shard, tier=tier)
 
     found: list[tuple[Call, str]] = [
-        (lambda: create(store, "host"), "'model/w' exists already"),
+        (lambda: create(store, "host"), "'model/w' already exists"),
         (create_x(tier="nvme"), "expected one of device, host, pinned, disk as tier, got 'nvme'"),
         (create_x(shard=-1), "10 rows of 3 elements, got shard -1"),
         (create_x(rows=(30,)), "of a grid of 30 rows of 1"),
@@ -156,7 +156,7 @@ def test_a_snapshot_that_is_never_released_does_not_hold_up_the_end(tier: str, t
     ticket = store.write("model/w", values)
     saved = store.checkpoint(tmp_path / "ckpt") if then == "save" else ticket
     if then == "exit":
-        store._end()
+        store._finalizer()
     for end in (store.close, ticket.wait, saved.wait):
         with pytest.raises(UsageError, match="closed while a change waited for a snapshot"):
             end()
@@ -234,7 +234,7 @@ def end(process: subprocess.Popen[str], *, kill: bool) -> None:
 def test_a_missing_folder_is_made_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = RunFolder(tmp_path / "made" / "below", 0, Files())
     assert (tmp_path / "made" / "below").is_dir()
-    assert f"made {tmp_path}/made/below, which was not there" in caplog.text
+    assert f"created {tmp_path}/made/below, which did not exist" in caplog.text
     folder.close()
 
 
@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_serve_is_an_error_with_its_path(tmp_path: Path, mo
             RunFolder(path, 0, Files())
     (tmp_path / "file").write_bytes(b"")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RunFolderError, match="expected a folder, or one that can be made") as info:
+        with pytest.raises(RunFolderError, match="expected a folder, or one that can be created") as info:
             RunFolder(place, 0, Files())
         assert info.value.path == str(place)
         assert isinstance(info.value, StorageError)

@@ -189,7 +189,7 @@ def test_what_was_read_ahead_serves_the_pass_and_is_read_once(store: Store, tier
     begun = store.read_ahead([[name] for name in NAMES])
     assert (store.statistics().disk_read_bytes > before or store.resources.pool.held_bytes > 0) == (tier == "disk")
     ended: list[int] = []
-    assert begun.go_on(on_end=ended.append)
+    assert begun.resume(on_end=ended.append)
     flip(begun.tiles())
     assert ended == [0, 1, 2]
     read_bytes = store.statistics().disk_read_bytes - before
@@ -217,7 +217,7 @@ def test_a_shard_that_changed_meanwhile_is_read_anew(store: Store, *, pinned: bo
     snapshot = store.snapshot() if pinned else None
     begun = store.read_ahead([[name] for name in NAMES])
     store.write(NAMES[1], other_than(values[1])).wait()
-    assert not begun.go_on()
+    assert not begun.resume()
     flip(store.tiles([[name] for name in NAMES]))
     assert same_bits(store.read(NAMES[1]).wait(), values[1])
     assert same_bits(store.read(NAMES[0]).wait(), other_than(values[0]))
@@ -231,7 +231,7 @@ def test_a_pin_of_memory_that_comes_after_it_is_waited_for_with_no_buffer_held(t
         host = filled(store, "host", ["model/b"])[0]
         begun = store.read_ahead([["model/a", "model/b"]])
         snapshot = store.snapshot(["model/b"])
-        assert begun.go_on()
+        assert begun.resume()
         # As a save that needs buffers would: this would hang if the pin were waited for with some in hand.
         saving = Thread(target=partial(_release_once_all_is_free, store, snapshot))
         saving.start()
@@ -250,7 +250,7 @@ def test_an_error_of_a_read_ahead_is_the_passes(store: Store, files: FaultyFiles
     filled(store)
     files.inject(Fault(kind="read", times=1, error_number=errno.EIO))
     begun = store.read_ahead([[name] for name in NAMES])
-    assert begun.go_on()
+    assert begun.resume()
     with pytest.raises(StorageError):
         flip(begun.tiles())
     assert store.resources.pool.held_bytes == 0

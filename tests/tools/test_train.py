@@ -101,7 +101,7 @@ def test_a_failure_on_every_rank_names_each(tmp_path: Path, text: Path) -> None:
     config = config_file(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": offload})
     done = zstore("train", "--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 1, "--nproc", 2)
     assert done.returncode == 1
-    what = f"nvme_path: expected a folder, or one that can be made: Not a directory (path={text / 'none'})"
+    what = f"nvme_path: expected a folder, or one that can be created: Not a directory (path={text / 'none'})"
     *said, last = done.stderr.splitlines()
     assert sorted(said) == [f"zstore: rank {rank}: {what}" for rank in (0, 1)]
     assert last.endswith("failed with exit code 1 first; see its output above")

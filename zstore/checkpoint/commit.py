@@ -14,9 +14,8 @@ If one flush of the file system is enough for 3 and 4 (`Flush`), the new `latest
 
 After a crash before 6, nothing has the tag's name, or the previous checkpoint has it; between 5 and 6, a scan uses the
 set-aside checkpoint for the tag, and the next save renames it back; after 6, the checkpoint is whole, `latest` is old
-(it is
-a hint), and the next save removes the leftovers. Each removal begins with a rename to `<tag>.tmp-<id>`, so that half of a
-checkpoint never looks like one.
+(it is a hint), and the next save removes the leftovers. Each removal begins with a rename to `<tag>.tmp-<id>`, so that
+half of a checkpoint never looks like one.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ FOREIGN_LIFE_S = 24 * 3600
 
 class SaveLock:
     """Locks the new lock file `path`, which names the process, until `release()`, the end of a `with` block, or of the
-    process.
-    Waits while another process holds it. Raises StorageError if it cannot be created."""
+    process. Waits while another process holds it. Raises StorageError if it cannot be created."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -207,8 +205,8 @@ class Committer:
 
     def commit(self, record: Record, flush: Flush | None = None, keep: Keep | None = None) -> list[str]:
         """Publish the temporary folder, whose files are durable, or are made durable by `flush`, with `record`; then
-        apply `keep` to
-        the checkpoints of its run. Returns what failed after the commit. Sets `record.committed_ns` unless it is set."""
+        apply `keep` to the checkpoints of its run. Returns what failed after the commit. Sets `record.committed_ns`
+        unless it is set."""
         record = record if record.committed_ns else stamped(record, self.folder)
         path = self.temporary / RECORD_FILE
         self._files.write_small(path, record.encode(), sync=flush is None)
@@ -258,8 +256,7 @@ class Committer:
 
     def abort(self, reason: str, *, alone: bool) -> None:
         """Write the reason for the other ranks, unless `alone`, and remove the save's files. Never raises. Files that
-        cannot
-        be removed now are swept by the next save."""
+        cannot be removed now are swept by the next save."""
         with contextlib.suppress(OSError):
             self._files.unlink(self._hint)
         with contextlib.suppress(OSError):
@@ -303,8 +300,7 @@ def discard(files: Files, path: Path) -> None:
 @contextlib.contextmanager
 def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
     """Yield a new folder in `parent`, named after `name`, and remove what is left of it at the end. First sweeps the
-    leftovers
-    of a dead process for the same name."""
+    leftovers of a dead process for the same name."""
     files.make_folder(parent)
     sweep(files, parent, only=name)
     save_id = new_save_id()
@@ -333,8 +329,7 @@ def new_folder(files: Files, target: Path) -> Iterator[Path]:
 
 def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
     """Remove the leftovers of dead saves in `folder` (of the tag folder `only`), and rename set-aside checkpoints back.
-    Returns
-    a message for each file or folder that could not be removed."""
+    Returns a message for each file or folder that could not be removed."""
     by_save: dict[str, list[tuple[str, str, Path]]] = {}
     for name in os.listdir(folder):
         own = parse_own_name(name)
@@ -355,8 +350,7 @@ def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
 
 def _drop_stale_latest(files: Files, folder: Path, save_id: str) -> list[str]:
     """Remove `latest` if the dead save `save_id` committed the newest checkpoint but did not update it: without the
-    lock it
-    would look as if the user had gone back to an older one."""
+    lock it would look as if the user had gone back to an older one."""
     messages: list[str] = []
     with noting(messages, NOT_LATEST):
         catalog = scan(folder)

@@ -351,7 +351,7 @@ class CheckpointReader(ArraySource):
         opened = array.open_shard(self.shard_resources, path, shard)
         if self.folder.is_local:  # behind a URL, that would be another request, and chunks have checksums
             opened.check_size()
-        opened.expect(crcs)
+        opened.expect_crcs(crcs)
         with self._lock:
             kept = self._shards.setdefault(key, opened)
             if len(self._shards) > _MAX_OPEN_SHARDS:

@@ -110,9 +110,9 @@ class SaveHandle:
 def save_checkpoint(request: SaveRequest) -> SaveHandle:
     """Start saving in the background and return the handle. See [Note: who does what].
 
-    The save takes over the pins, and releases them even if this raises. Raises before anything is
-    written: UsageError for a bad request or state that is not JSON, CheckpointExistsError, StorageError for a folder that
-    cannot be written, DiskFullError if there is no room. The caller then notifies the other ranks, which `cancel()` theirs.
+    The save takes over the pins, and releases them even if this raises. Raises before anything is written: UsageError
+    for a bad request or state that is not JSON, CheckpointExistsError, StorageError for a folder that cannot be
+    written, DiskFullError if there is no room. The caller then notifies the other ranks, which `cancel()` theirs.
     """
     return begin_save(request, lambda: Save(request))
 

@@ -125,7 +125,7 @@ def closing_with(owner: object, close: Callable[..., object], *args: object) -> 
     _open[next(_numbers)] = finalizer
     _at_exit(_close_all)
     for completions in _all_completions:  # which run first: background work may need open objects
-        completions.expect()
+        completions.reregister()
     return finalizer
 
 
@@ -203,7 +203,7 @@ class Completions:
         _in_forked_child(self._forget)
         _all_completions.append(self)
 
-    def expect(self) -> None:
+    def reregister(self) -> None:
         """Let the end of the interpreter wait for background work, before it calls functions registered until now."""
         if self._running:
             _at_exit(self._complete)

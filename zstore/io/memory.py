@@ -109,8 +109,8 @@ class Slabs:
 
 
 class Rooms:
-    """Memory from `make`, reused once the array taken, and all views and tensors of it, have been freed.
-    For any thread."""
+    """Memory from `make`, reused once the array taken, and all views and tensors of it, have been freed. For any
+    thread."""
 
     def __init__(self, make: Callable[[int], Bytes]) -> None:
         self._make = make

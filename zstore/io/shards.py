@@ -383,7 +383,7 @@ class ShardReader:
             self._res.files.read_into(file, index, 0)
         return index
 
-    def expect(self, crcs: Sequence[int]) -> None:
+    def expect_crcs(self, crcs: Sequence[int]) -> None:
         """Require these checksums, by chunk, from now on: the ones in a manifest."""
         self._expected = crcs
 

@@ -3,14 +3,14 @@
 [Note: visible paths]
 A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with a folder created by a training
 loop and a checkpoint folder in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. Temporary
-files of a
-save are not visible; a checkpoint that is being replaced is found by its tag, as on disk. Besides checkpoints, `latest`,
-journals, and config and tokenizer files are visible. Links are not, except to another checkpoint in the same folder.
+files of a save are not visible; a checkpoint that is being replaced is found by its tag, as on disk. Besides
+checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, except to another checkpoint
+in the same folder.
 
 [Note: names in paths]
 A component of a path is percent-encoded in a URL: the folder `a%20b` is `a%2520b`. Many clients do not encode it, and
-send
-`a%20b`. A path that does not exist decoded is therefore tried undecoded. A component never has a `/` in either form.
+send `a%20b`. A path that does not exist decoded is therefore tried undecoded. A component never has a `/` in either
+form.
 """
 
 from __future__ import annotations
@@ -149,8 +149,7 @@ def choose(method: str, headers: Mapping[str, str], etag: str | None, size: int)
     none).
 
     `headers` has lower-case names. The status is 200, 206, 304, 412 or 416. Several ranges in one request are answered
-    with
-    all bytes, which RFC 9110 allows; so are a malformed range and any range in a HEAD request.
+    with all bytes, which RFC 9110 allows; so are a malformed range and any range in a HEAD request.
     """
     whole = Part(status=200, start=0, stop=size, size=size)
     if "if-match" in headers and not _has_etag(headers["if-match"], etag, weak=False):

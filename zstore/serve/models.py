@@ -129,9 +129,9 @@ class Steps(Answer):
     """`GET /api/runs/{run}/steps?after=&points=`: columns over the steps; of more than `points`, every n-th."""
 
     columns: dict[str, list[float | None]]
-    """step, at, loss, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s,
-    optimizer_s, stall_s, mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes
-    per second), stall/<cause>, metric/<name>."""
+    """step, at, loss, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s, optimizer_s, stall_s, mfu if it is
+    known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes per second),
+    stall/<cause>, metric/<name>."""
     epoch: int
     """Changes when rows sent before may have changed: then request all of them again."""
 

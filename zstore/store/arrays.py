@@ -1,6 +1,6 @@
-"""A store's arrays by name, programs' values as flat elements, and the order of background operations on arrays.
+"""A store's arrays by name, conversion of values to flat elements, and the order of background operations on arrays.
 
-Values are tensors of torch, arrays of numpy and numbers; torch is imported only if a tensor is passed or requested.
+Values are torch tensors, numpy arrays and numbers; torch is imported only if a tensor is passed or requested.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Value = Any
 
 @dataclass(frozen=True)
 class StoreArray(LocalShard):
-    """An array of a store: the facts known immediately, even while operations on it are pending."""
+    """An array of a store: the properties that are known even while operations on it are pending."""
 
     is_torch: bool = False
-    """Whether it was put as a tensor of torch."""
+    """Whether it was put as a torch tensor."""
 
     @classmethod
     def whole(cls, spec: ArraySpec, is_torch: bool) -> StoreArray:
         """Return an array as one shard."""
         grid = make_grid(spec.stored_shape, 1)
         if grid.rows < grid.chunk_rows and grid.chunk_numel > MAX_CHUNK_NUMEL:
-            # Rows that no other chunk follows need no padding, which can be 15 times as much.
+            # A single chunk needs no padding, which can be 15 times the size of the data.
             grid = replace(grid, shard_rows=grid.rows, chunk_rows=grid.rows)
         return cls(spec, grid, 0, is_torch)
 
@@ -55,7 +55,7 @@ class StoreArray(LocalShard):
         is_slice = isinstance(rows, slice)  # untyped callers may pass anything
         if not spec.shape or not is_slice or rows.step not in (None, 1):
             raise UsageError(
-                f"array {spec.name!r} of shape {spec.shape}: expected rows of its first extent as a slice without a step, "
+                f"array {spec.name!r} of shape {spec.shape}: expected rows of its first dimension as a slice without a step, "
                 f"got {rows!r}"
             )
         low, high, _ = rows.indices(spec.shape[0])
@@ -64,14 +64,14 @@ class StoreArray(LocalShard):
 
 
 class ArraysByName(dict[str, StoreArray]):
-    """Arrays whose names a checkpoint can have side by side: none is in another's folder."""
+    """Arrays by name, with names that do not conflict in a checkpoint: no array is inside another array's folder."""
 
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[str, str] = {}
-        """Arrays by folder in a checkpoint."""
+        """Array names by folder in a checkpoint."""
         self._groups: set[str] = set()
-        """Folders that are or were groups."""
+        """Folders that are or were groups of arrays."""
 
     def set(self, name: str, array: StoreArray | None) -> None:
         """Add, replace or, with None, remove an array."""
@@ -84,13 +84,13 @@ class ArraysByName(dict[str, StoreArray]):
         """Add or replace an array. Raises UsageError for a name that conflicts with others in a checkpoint."""
         if name not in self:
             path = array_path(name)
-            others = [self._names[group] for group in groups_of(path) if group in self._names]
+            conflicts = [self._names[group] for group in groups_of(path) if group in self._names]
             if path in self._groups:
-                others += [other for folder, other in self._names.items() if folder.startswith(f"{path}/")]
-            if others:
+                conflicts += [owner for folder, owner in self._names.items() if folder.startswith(f"{path}/")]
+            if conflicts:
                 raise UsageError(
-                    f"array {name!r} cannot be stored together with {others[0]!r}: in a checkpoint one would be in the folder "
-                    "of the other; rename one of them"
+                    f"array {name!r} cannot be stored together with {conflicts[0]!r}: in a checkpoint one would be in "
+                    "the folder of the other; rename one of them"
                 )
             self._names[path] = name
             self._groups.update(groups_of(path))
@@ -102,7 +102,7 @@ class ArraysByName(dict[str, StoreArray]):
 
 
 def spec_of(name: str, shape: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> ArraySpec:
-    """Return the spec of an array that keeps its shape. Raises UsageError if none is possible."""
+    """Return the spec of an array that keeps its shape. Raises UsageError if the format cannot store it."""
     try:
         return ArraySpec(name=name, shape=shape, dtype=dtype, keeps_shape=len(shape) not in (1, 2), dims=dims)
     except ValueError as error:
@@ -110,7 +110,7 @@ def spec_of(name: str, shape: tuple[int, ...], dtype: str, dims: tuple[str, ...]
 
 
 def is_tensor(value: Value) -> bool:
-    """Return whether `value` is a tensor of torch."""
+    """Return whether `value` is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -137,7 +137,7 @@ def flatten(name: str, value: Value) -> Array:
     return np.ascontiguousarray(array, dtype).reshape(-1)
 
 
-def flat_target(spec: ArraySpec, out: Value, shape: tuple[int, ...]) -> Array:
+def flat_output(spec: ArraySpec, out: Value, shape: tuple[int, ...]) -> Array:
     """Return `out` as 1-D memory to read into."""
     if is_tensor(out):
         fits = out.device.type == "cpu" and out.is_contiguous() and not out.is_neg()
@@ -153,7 +153,7 @@ def flat_target(spec: ArraySpec, out: Value, shape: tuple[int, ...]) -> Array:
 
 
 def shaped(data: Array, shape: tuple[int, ...], is_torch: bool) -> Array | Tensor:
-    """Return flat elements in their shape: as numpy's, or as a tensor of torch."""
+    """Return flat elements reshaped, as a numpy array or a torch tensor."""
     values = data.reshape(shape)
     if not is_torch:
         return values
@@ -175,21 +175,21 @@ _NUM_OPERATIONS = 4
 
 
 class ArrayOrder:
-    """Runs operations on arrays in separate threads: operations on one array run one after the other, in order."""
+    """Runs operations on arrays in separate threads; operations on the same array run one after another, in order."""
 
     def __init__(self) -> None:
         self._workers = Workers(_NUM_OPERATIONS, "zstore-store")
         self._current = threading.local()
-        """`names`: of the arrays of the operation that this thread carries out, and that waits for no other of theirs."""
+        """`names`: the arrays of the operation that this thread is running; it does not wait for operations on them."""
         self._pending: dict[str, tuple[object, Ticket[Any]]] = {}
-        """The last operation on each array that has not ended, with its key: a ticket keeps its result."""
+        """The last unfinished operation on each array, with a key; a finished ticket would keep its result alive."""
         self._failed: dict[str, BaseException] = {}
-        """The error of the last change of an array, as its ticket may have been dropped."""
+        """The error of the last change of an array: its ticket may have been dropped."""
         self._lock = threading.RLock()
-        """Without threads, at the end of the interpreter, an operation is carried out while it is queued."""
+        """Reentrant: at interpreter shutdown, without threads, an operation runs while it is being queued."""
 
     def submit(self, name: str, operation: Callable[[], T], *, changes: bool) -> Ticket[T]:
-        """Queue an operation on array `name`; return its ticket. If it reports the error of a change to anybody,
+        """Queue an operation on array `name`; return its ticket. If the ticket reports the error of a change,
         `raise_failed` does not raise it again."""
 
         def run() -> T:
@@ -212,14 +212,14 @@ class ArrayOrder:
         return Ticket(ticket.future, mark_observed) if changes else ticket
 
     def submit_on(self, names: Sequence[str], operation: Callable[[], T]) -> Ticket[T]:
-        """Queue an operation on several arrays, which changes none; return its ticket."""
+        """Queue a read-only operation on several arrays; return its ticket."""
         with self._lock:
-            before = [each[1] for name in names if (each := self._pending.get(name)) is not None]
+            predecessors = [pending[1] for name in names if (pending := self._pending.get(name)) is not None]
 
             def run() -> T:
-                for ticket in before:
+                for ticket in predecessors:
                     ticket.error()
-                before.clear()
+                predecessors.clear()
                 self._current.names = names
                 try:
                     return operation()
@@ -228,7 +228,7 @@ class ArrayOrder:
 
             key, ticket = object(), self._workers.submit(run)
             self._pending.update(dict.fromkeys(names, (key, ticket)))
-        # By its key: a callback and its ticket would keep each other alive.
+        # The callback has the key, not the ticket: they would keep each other alive.
         ticket.when_done(partial(self._end, names, key))
         return ticket
 
@@ -240,7 +240,7 @@ class ArrayOrder:
 
     @property
     def in_operation(self) -> bool:
-        """Whether this thread carries out an operation."""
+        """Whether this thread is running an operation."""
         return getattr(self._current, "names", None) is not None
 
     def names(self) -> list[str]:
@@ -249,25 +249,25 @@ class ArrayOrder:
             return list({*self._pending, *self._failed})
 
     def wait(self, names: Iterable[str]) -> None:
-        """Wait for all operations on `names`, except on the arrays of the operation that this thread runs; errors stay with
-        their tickets."""
+        """Wait for all operations on `names`, except on the arrays of the operation that this thread is running. Errors
+        stay with their tickets."""
         own = getattr(self._current, "names", None) or ()
         with self._lock:
-            others = [name for name in names if name not in own]
-            # They stay pending: operations queued in the meantime wait for them too.
-            pending = [each for name in others if (each := self._pending.get(name)) is not None]
+            waited_for = [name for name in names if name not in own]
+            # The entries stay, so that operations queued in the meantime wait for them too.
+            pending = [entry for name in waited_for if (entry := self._pending.get(name)) is not None]
         for _, ticket in pending:
             ticket.error()
 
     def raise_failed(self, names: Iterable[str]) -> None:
-        """Raise the error of a change of `names` that failed, unless a later one succeeded; once."""
+        """Raise, once, the error of a failed change of `names`, unless a later change of the array succeeded."""
         for error in [self._failed.pop(name) for name in names if name in self._failed]:
             raise error
 
     def forget(self, name: str) -> None:
-        """Forget the error of an array that is removed."""
+        """Discard the error of an array that is removed."""
         self._failed.pop(name, None)
 
     def close(self) -> None:
-        """End the threads once all operations ended."""
+        """Stop the threads once all operations have ended."""
         self._workers.close()

@@ -1,9 +1,9 @@
 """How a store uses this rank's host memory and disks: options, statistics, and run folders.
 
 [Note: run folders]
-Where one rank keeps the files of its disk tier, owned by one process at a time.
+A run folder holds the files of one rank's disk tier. One process at a time owns it.
 
-    <nvme_path>/zstore-run/rank-00000/owner     locked while its owner lives; its text names that process
+    <nvme_path>/zstore-run/rank-00000/owner     locked while its owner is alive; its text names that process
     <nvme_path>/zstore-run/rank-00000/*.shard   files of the disk tier
     <nvme_path>/zstore-run/rank-00000-2/        the same for a second store of that process, if stores may share
 
@@ -43,13 +43,13 @@ class StoreOptions:
     run_path: Path | None = None
     """Absolute folder on the drive for swap files (`nvme_path`); None: no disk tier."""
     other_paths: tuple[Path, ...] = ()
-    """Folders on further drives: shards are spread over all of them, the next one to the drive with the fewest bytes."""
+    """Folders on further drives: each new shard goes to the drive with the fewest bytes so far."""
     group_paths: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    """Folders that shards are spread over instead, by the first part of an array's name, as "parameter"."""
+    """Folders to use instead for some arrays, by the first part of the array's name, such as "parameter"."""
     shares_folders: bool = False
     """Another store of this process may use the same folders, each with separate files. Otherwise that is an error."""
     reserves: bool = True
-    """Disk space of an array is reserved at creation; else by writing its first values, in fewer requests to the drive."""
+    """Reserve an array's disk space when it is created; otherwise its first write does, in fewer requests to the drive."""
     host_budget_bytes: int | None = None
     """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 128 MiB, state unlimited."""
     max_pool_bytes: int = DEFAULT_POOL_BYTES
@@ -59,7 +59,7 @@ class StoreOptions:
     queue_depth: int = 64
     """Operations that may wait for a thread."""
     block_bytes: int = 4 * 1024 * 1024
-    """Bytes of one request to the disk, about."""
+    """Approximate bytes per disk request."""
     verify: bool = True
     """Check the crc32c of every chunk that is read from disk."""
     device: str = "cpu"
@@ -79,22 +79,22 @@ class StoreOptions:
     @property
     def pool_bytes(self) -> int:
         """Bytes of transfer buffers; see `max_pool_bytes`."""
-        most, budget_bytes = self.max_pool_bytes, self.host_budget_bytes
+        pool_bytes, budget_bytes = self.max_pool_bytes, self.host_budget_bytes
         if budget_bytes is None:
-            return most
-        if most == DEFAULT_POOL_BYTES:  # state in memory gains more from what they leave
-            most = min(most, max(most // 2, budget_bytes // 8))
-        return min(most, budget_bytes // 2)
+            return pool_bytes
+        if pool_bytes == DEFAULT_POOL_BYTES:  # the rest of the budget helps more as memory for state
+            pool_bytes = min(pool_bytes, max(pool_bytes // 2, budget_bytes // 8))
+        return min(pool_bytes, budget_bytes // 2)
 
     @property
     def span_bytes(self) -> int:
-        """Bytes of one request as the pool allows: a small pool has room for several."""
+        """Bytes per disk request, limited so that even a small pool has room for several."""
         return min(self.block_bytes, self.pool_bytes // 12)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStatistics:
-    """The store's contents, and its work since it was opened."""
+    """The store's contents, and its transfers and waits since it was opened."""
 
     disk_read_bytes: int
     disk_write_bytes: int
@@ -116,18 +116,18 @@ class StoreStatistics:
 _log = logging.getLogger("zstore")
 
 RUN_FOLDER = "zstore-run"
-"""The folder of all files of a run, in the given folder."""
-_OWNER = "owner"
-_PROCESS = uuid.uuid4().hex
-"""With the process id it identifies this process among all machines."""
+"""Name of the folder for a run's files, inside the folder from the options."""
+_OWNER_FILE = "owner"
+_PROCESS_UUID = uuid.uuid4().hex
+"""Together with the process id it identifies this process across machines."""
 
 
 class RunFolder:
     """Holds the folder `path` for this rank until `close()`.
 
-    With `shares`, a folder that another store of this process holds is no error: `path` is then a new one next to it.
-    A missing folder is created, with a warning. Raises ConfigError for a relative path, RunFolderError for one that
-    cannot be made, is not writable or held by another run.
+    With `shares`, another store of this process may hold the folder: `path` is then a new folder next to it. A missing
+    folder is created, with a warning. Raises ConfigError for a relative path, RunFolderError for a folder that cannot
+    be created, is not writable or is held by another run.
     """
 
     def __init__(self, nvme_path: str | Path, rank: int, files: Files, *, shares: bool = False) -> None:
@@ -139,34 +139,34 @@ class RunFolder:
             base.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(
-                f"nvme_path: expected a folder, or one that can be made: {error.strerror}", path=str(base)
+                f"nvme_path: expected a folder, or one that can be created: {error.strerror}", path=str(base)
             ) from error
         if is_new and rank == 0:
-            _log.warning("nvme_path: made %s, which was not there; if a drive belongs there, it is not mounted", base)
+            _log.warning("nvme_path: created %s, which did not exist; is a drive not mounted there?", base)
         self._files = files
         self._rank = rank
-        first = base / RUN_FOLDER / f"rank-{rank:05d}"
+        first_path = base / RUN_FOLDER / f"rank-{rank:05d}"
         for number in count(1):
-            self.path = first if number == 1 else first.with_name(f"{first.name}-{number}")
+            self.path = first_path if number == 1 else first_path.with_name(f"{first_path.name}-{number}")
             self._fd = self._open(base)
             try:
-                is_mine = self._owner()[1:] == [f"{_PROCESS} {os.getpid()}"]  # this process took it last
-                if self._lock(may_fail=shares and (number > 1 or is_mine)):
-                    self._sweep()
+                is_own = self._owner()[1:] == [f"{_PROCESS_UUID} {os.getpid()}"]  # this process took it last
+                if self._lock(may_fail=shares and (number > 1 or is_own)):
+                    self._remove_shard_files()
                     break
             except BaseException:
                 os.close(self._fd)
                 raise
             os.close(self._fd)
-        self.is_first = self.path == first
+        self.is_first = self.path == first_path
         """Whether no other store of this process held the folder before."""
         if self.is_first:
-            self._sweep_siblings()
+            self._remove_abandoned()
 
     def _open(self, base: Path) -> int:
         try:
             self._files.make_folder(self.path)
-            return os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT, 0o666)
+            return os.open(self.path / _OWNER_FILE, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise RunFolderError(
                 "nvme_path: the folder cannot be written; give one that this user may write",
@@ -176,11 +176,11 @@ class RunFolder:
             ) from error
 
     def _owner(self) -> list[str]:
-        """Return the lines of the present or last holder of the folder: its name and its process."""
+        """Return the owner file's lines about the current or last holder of the folder: its name and its process."""
         return os.pread(self._fd, 300, 0).decode(errors="replace").splitlines() or ["unknown"]
 
     def _lock(self, *, may_fail: bool) -> bool:
-        """Take the lock; false if another process has it and that `may_fail`."""
+        """Acquire the lock. If another process holds it, return False with `may_fail`, else raise RunFolderError."""
         if fcntl is not None:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,32 +188,32 @@ class RunFolder:
                 if may_fail:
                     return False
                 raise RunFolderError(
-                    f"nvme_path: another run holds this folder ({self._owner()[0]}); wait for its end or name another "
+                    f"nvme_path: another run holds this folder ({self._owner()[0]}); wait for it to end or choose another "
                     "folder",
                     path=str(self.path),
                     rank=self._rank,
                 ) from error
             except OSError as error:
                 raise RunFolderError(
-                    "nvme_path: the folder cannot be locked; give one on a local drive",
+                    "nvme_path: the folder cannot be locked; choose one on a local drive",
                     path=str(self.path),
                     errno=error.errno,
                     rank=self._rank,
                 ) from error
         os.ftruncate(self._fd, 0)
-        who = f"process {os.getpid()} on {socket.gethostname()}\n{_PROCESS} {os.getpid()}\n"
-        os.pwrite(self._fd, who.encode(), 0)
+        owner = f"process {os.getpid()} on {socket.gethostname()}\n{_PROCESS_UUID} {os.getpid()}\n"
+        os.pwrite(self._fd, owner.encode(), 0)
         return True
 
-    def _sweep(self) -> None:
-        for left in self.path.glob("*.shard"):
-            self._files.unlink(left)
+    def _remove_shard_files(self) -> None:
+        for path in self.path.glob("*.shard"):
+            self._files.unlink(path)
 
-    def _sweep_siblings(self) -> None:
+    def _remove_abandoned(self) -> None:
         """Remove the folders that further stores of a killed process left."""
         for path in self.path.parent.glob(f"{self.path.name}-*"):
-            with suppress(OSError):  # such as a live store's, which is locked
-                fd = os.open(path / _OWNER, os.O_RDWR)
+            with suppress(OSError):  # for example, the folder of a live store is locked
+                fd = os.open(path / _OWNER_FILE, os.O_RDWR)
                 try:
                     if fcntl is not None:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,7 +225,7 @@ class RunFolder:
         """Remove the folder's files, and the folder if it is not the first, and release the lock."""
         try:
             if self.is_first:
-                self._sweep()
+                self._remove_shard_files()
             else:
                 self._files.remove_tree(self.path)
         finally:
@@ -233,43 +233,43 @@ class RunFolder:
 
 
 class RunFolders:
-    """The run folders of one rank, one on each drive, by the given path; all of them, or none. `shares` as in
-    `RunFolder`."""
+    """The run folders of one rank, one in each of `paths`. If one cannot be opened, all are closed. See `RunFolder` for
+    `shares`."""
 
     def __init__(self, paths: Iterable[Path], rank: int, files: Files, *, shares: bool = False) -> None:
-        self._held: dict[Path, RunFolder] = {}
+        self._folders: dict[Path, RunFolder] = {}
         self._files = files
         try:
             for path in paths:
-                self._held[path] = RunFolder(path, rank, files, shares=shares)
+                self._folders[path] = RunFolder(path, rank, files, shares=shares)
         except BaseException:
             self.close()
             raise
 
-    def paths(self, given: Iterable[Path]) -> tuple[Path, ...]:
+    def paths(self, parents: Iterable[Path]) -> tuple[Path, ...]:
         """Return the folders under these paths."""
-        return tuple(self._held[path].path for path in given)
+        return tuple(self._folders[path].path for path in parents)
 
     def require_room(self, nbytes: Mapping[Path, int], num_ranks: int) -> int:
-        """Return the bytes that `num_ranks` ranks need on the first drive, each the `nbytes` of its folders.
+        """Return the bytes that `num_ranks` ranks need on the first drive, if each needs `nbytes` in its folders.
 
         Raises DiskFullError if a drive has no room for them.
         """
         needed: Counter[int] = Counter()
-        for folder, wanted in nbytes.items():
-            needed[os.stat(folder).st_dev] += num_ranks * wanted
-        drives = [os.stat(held.path).st_dev for held in self._held.values()]
-        for held, drive in zip(self._held.values(), drives, strict=True):
+        for folder, folder_bytes in nbytes.items():
+            needed[os.stat(folder).st_dev] += num_ranks * folder_bytes
+        drives = [os.stat(run_folder.path).st_dev for run_folder in self._folders.values()]
+        for run_folder, drive in zip(self._folders.values(), drives, strict=True):
             self._files.require_room(
-                held.path,
+                run_folder.path,
                 needed[drive],
-                f"a save keeps this version's files, so that the next step needs {needed[drive]} bytes for new ones",
+                f"a save keeps this version's files, so the next step needs {needed[drive]} bytes for new ones",
                 "make room on the drive of the run folder, or keep fewer checkpoints there",
             )
         return needed[drives[0]]
 
     def close(self) -> None:
         """Remove the folders' files and release the locks."""
-        with ExitStack() as last_to_first:
-            for folder in self._held.values():
-                last_to_first.callback(folder.close)
+        with ExitStack() as cleanup:
+            for folder in self._folders.values():
+                cleanup.callback(folder.close)

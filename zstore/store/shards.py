@@ -1,6 +1,6 @@
 """This rank's shards of named global tensors, on the device, in host memory or on disk: the base of `Store`.
 
-All methods act in the caller's thread, once the pending operations on their arrays are done.
+Methods run in the caller's thread, once the pending operations on their arrays are done.
 """
 
 from __future__ import annotations
@@ -36,78 +36,78 @@ SMALL_SHARD_BYTES = 64 * 1024
 
 
 class Shards:
-    """A rank's shards in their tiers, and passes over them. Several threads may work on different arrays; no two passes may
-    change one at once."""
+    """A rank's shards in their tiers, and passes over them. Several threads may work on different arrays; at most one pass
+    at a time may change an array."""
 
     def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None, cuda: Any = None) -> None:
         self.options, self.rank, files = options, rank, files or Files()
         self._closed = ""
-        """Why the store cannot be used any more."""
+        """Why the store cannot be used any more; empty while it is open."""
         self._lock = threading.RLock()
         """Guards the table of arrays: locked only briefly, so that no coroutine waits for it."""
         self._arrays = ArraysByName()
-        """What was put or created last under each name: a `put` may be pending."""
+        """The array last put or created under each name; its `put` may still be pending."""
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
-        """Tiers by array; like `_shards` without pending operations."""
-        self.arrangement = 0
-        """Grows whenever an array is created, renamed, moved or removed: memory that `memory` gave may be another's then."""
-        self._planned: dict[Any, Sequence[Batch]] = {}
-        """Plans of former passes over whole arrays; cleared when arrays are created, removed or moved."""
+        """Tiers by array. Like `_shards`, it does not include pending operations."""
+        self.layout_generation = 0
+        """Increases whenever an array is created, renamed, moved or removed: what `memory` returned before may be stale."""
+        self._plan_cache: dict[Any, Sequence[Batch]] = {}
+        """Plans of earlier passes over whole arrays; cleared when arrays are created, removed or moved."""
         self._counters = StreamCounters()
         self.links = LinkCounters()
-        """For callers that move the store's contents over their own link, as to a device."""
-        with contextlib.ExitStack() as parts:
+        """Transfers by callers that move the store's contents themselves, for example to a device."""
+        with contextlib.ExitStack() as cleanup:
             self._folders = RunFolders(options.all_paths, rank, files, shares=options.shares_folders)
-            parts.callback(self._folders.close)
+            cleanup.callback(self._folders.close)
             self._slabs = PinnedSlabs(cuda) if options.pin_buffers or options.pin_state else None
             if self._slabs is not None:
-                parts.callback(self._slabs.close)
+                cleanup.callback(self._slabs.close)
             self._make_buffers = self._slabs.make if self._slabs is not None and options.pin_buffers else make_slab
             self.budget = Budget(options.host_budget_bytes)
             """This rank's host memory for buffers and host-tier state."""
             self.rooms = Rooms(self._make_buffers)
-            """Memory like that of transfer buffers, which is not counted against the budget, for callers with links."""
+            """Memory of the same kind as transfer buffers, not counted against the budget, for the callers of `links`."""
             self._pools = [Pool(options.pool_bytes, budget=self.budget, make=self._make_buffers)]
             queue = IoQueue(options.num_threads, options.queue_depth)
             self.resources = IoResources(
                 files=files, queue=queue, pool=self._pools[0], block_bytes=options.span_bytes, verify=options.verify
             )
-            self._homes = self._make_tiers()
-            """Tiers by the name that an array is requested on; only stores with a folder have a disk tier."""
-            for tier in set(self._homes.values()):
-                parts.callback(tier.close)
-            parts.callback(queue.close)
+            self._tiers_by_name = self._make_tiers()
+            """Tiers by the name that a caller requests; only stores with a folder have a disk tier."""
+            for tier in set(self._tiers_by_name.values()):
+                cleanup.callback(tier.close)
+            cleanup.callback(queue.close)
             self.order = ArrayOrder()
-            """Counters of operations on arrays."""
-            parts.callback(self.order.close)
-            self._parts = parts.pop_all()
-            """Resources closed with the store, the last one first."""
+            """Runs the background operations on arrays."""
+            cleanup.callback(self.order.close)
+            self._cleanup = cleanup.pop_all()
+            """Resources that are closed with the store, in reverse order."""
 
     def _make_tiers(self) -> dict[TierName, Tier]:
         options = self.options
         host = pinned = HostTier(self.budget)
         if self._slabs is not None and options.pin_state:
             pinned = HostTier(self.budget, self._slabs.make)
-        self.expect = pinned.expect
+        self.expect_shared_bytes = pinned.expect_shared_bytes
         tiers: dict[TierName, Tier] = {"device": DeviceTier(options.device), "host": host, "pinned": pinned}
         if options.all_paths:
             groups = {group: self._folders.paths(paths) for group, paths in options.group_paths.items()}
-            usual = [path for path in (options.run_path, *options.other_paths) if path is not None]
-            drives = Drives(self._folders.paths(usual or options.all_paths), groups)
+            default_paths = [path for path in (options.run_path, *options.other_paths) if path is not None]
+            drives = Drives(self._folders.paths(default_paths or options.all_paths), groups)
             tiers["disk"] = DiskTier(drives, self.resources, reserves=options.reserves)
         return tiers
 
     def create(
         self, spec: ArraySpec, *, grid: Grid, shard: int, tier: TierName, memory: torch.Tensor | None = None
     ) -> None:
-        """Register this rank's shard number `shard` of `grid`, all zeros. `memory` (device tier only) has the shard instead:
-        1-D, contiguous, the unpadded elements; it stays the caller's and shows every change. A shard under 64 KiB requested
-        on disk is kept in host memory."""
+        """Register this rank's shard number `shard` of `grid`, all zeros. A shard under 64 KiB requested on disk is kept in
+        host memory. `memory` (device tier only) is the caller's memory to keep the shard in, with its current values: 1-D,
+        contiguous, the unpadded elements; every change is made there."""
         array = StoreArray(spec, grid, shard)
         self._register(array)
         try:
-            self._add(array, tier, memory)
+            self._create(array, tier, memory)
         except BaseException:
             with self._lock:
                 del self._arrays[spec.name]
@@ -117,25 +117,25 @@ class Shards:
         self._check_open()
         with self._lock:
             if array.spec.name in self._arrays:
-                raise UsageError(f"array {array.spec.name!r} exists already")
+                raise UsageError(f"array {array.spec.name!r} already exists")
             self._arrays[array.spec.name] = array
 
-    def _add(self, local: LocalShard, tier: TierName, memory: torch.Tensor | None = None) -> None:
-        self._rearrange()
-        chosen = self._choose(local, tier)
+    def _create(self, local: LocalShard, tier: TierName, memory: torch.Tensor | None = None) -> None:
+        self._invalidate_plans()
+        chosen = self._choose_tier(local, tier)
         chosen.create(local, memory)
         self._tiers[local.spec.name], self._shards[local.spec.name] = chosen, local
 
     def rename(self, name: str, spec: ArraySpec, *, tier: TierName) -> bool:
-        """Rename an array to `spec`, keeping its values; false if its shape or data type differs, or `create`
-        would put it elsewhere. Raises UsageError while it is pinned, or a pass changes it."""
-        former = self.local(name)
-        array = StoreArray(spec, former.grid, former.shard)
-        alike, renamed = (former.spec.shape, former.spec.dtype) == (spec.shape, spec.dtype), False
+        """Rename an array to `spec`, keeping its values; return False if its shape or data type differs, or if `create`
+        would choose another tier. Raises UsageError while it is pinned, or a pass changes it."""
+        current = self.local(name)
+        array = StoreArray(spec, current.grid, current.shard)
+        same_layout, renamed = (current.spec.shape, current.spec.dtype) == (spec.shape, spec.dtype), False
         self._register(array)
         try:
-            if alike and self._choose(array, tier) is self._tiers[name]:
-                self._at_rest(name).rename(name, array)
+            if same_layout and self._choose_tier(array, tier) is self._tiers[name]:
+                self._idle_tier(name).rename(name, array)
                 self._tiers[spec.name], self._shards[spec.name] = self._tiers.pop(name), array
                 del self._shards[name]
                 renamed = True
@@ -148,100 +148,100 @@ class Shards:
         """Move an array with its values to another tier, as `create` would choose it; its version changes.
 
         `copy(target, source)` copies between views of the two tiers; see `Tile`. Raises UsageError as `rename` does, and
-        BudgetError or DiskFullError if there is no room: then the array is where it was.
+        BudgetError or DiskFullError if there is no room: then the array stays on its tier.
         """
-        former, local = self._at_rest(name), self.local(name)
-        chosen = self._choose(local, tier)
-        if chosen is former:
+        source_tier, local = self._idle_tier(name), self.local(name)
+        target_tier = self._choose_tier(local, tier)
+        if target_tier is source_tier:
             return
-        moving = replace(local, spec=replace(local.spec, name=f"{name}\0moving"))  # no name of an array of the caller's
-        self._add(moving, tier)
+        moved = replace(local, spec=replace(local.spec, name=f"{name}\0moving"))  # callers' names cannot have this form
+        self._create(moved, tier)
         try:
-            with contextlib.closing(self.tiles([[name, moving.spec.name]], "fill", modes={name: "read"})) as tiles:
+            with contextlib.closing(self.tiles([[name, moved.spec.name]], "fill", modes={name: "read"})) as tiles:
                 for tile in tiles:
                     copy(tile.views[1], tile.views[0])
-            former.remove(name)
+            source_tier.remove(name)
         except BaseException:
-            self._drop(moving.spec.name)
+            self._drop(moved.spec.name)
             raise
-        chosen.rename(moving.spec.name, local)
-        self._tiers[name] = chosen
-        del self._shards[moving.spec.name], self._tiers[moving.spec.name]
+        target_tier.rename(moved.spec.name, local)
+        self._tiers[name] = target_tier
+        del self._shards[moved.spec.name], self._tiers[moved.spec.name]
 
     def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
-        """Keep an array on the device tier in other memory of the caller's, as for `create`, which holds its values; None:
-        without memory, and unusable until it has memory again. Raises UsageError as `rename` does."""
-        tier = self._at_rest(name)
+        """Keep an array of the device tier in other memory of the caller, which already has its values (see `create`).
+        None: the array has no memory, and is unusable until it is given some. Raises UsageError as `rename` does."""
+        tier = self._idle_tier(name)
         if not isinstance(tier, DeviceTier):
-            raise UsageError(f"array {name!r} is on tier {tier.name!r}, which makes its own memory")
+            raise UsageError(f"array {name!r} is on tier {tier.name!r}, which allocates its own memory")
         tier.change_memory(name, memory)
 
     def remove(self, name: str) -> None:
-        """Forget an array and free its space; nothing if the store is closed. Raises UsageError as `rename` does."""
+        """Remove an array and free its space; do nothing if the store is closed. Raises UsageError as `rename` does."""
         if not self._closed:
             self._drop(name)
             with self._lock:
                 del self._arrays[name]
 
     def _drop(self, name: str) -> None:
-        self._at_rest(name).remove(name)
+        self._idle_tier(name).remove(name)
         del self._shards[name], self._tiers[name]
 
-    def _at_rest(self, name: str) -> Tier:
-        """Return the tier of an array once no operation on it is pending, for a call that moves or changes it."""
+    def _idle_tier(self, name: str) -> Tier:
+        """Return the tier of an array, once no operation on it is pending, for a call that moves or changes it."""
         self.local(name)
-        self._rearrange()
+        self._invalidate_plans()
         self.order.wait([name])
         self.order.forget(name)
         return self._tiers[name]
 
-    def _rearrange(self) -> None:
-        self._planned.clear()
-        self.arrangement += 1
+    def _invalidate_plans(self) -> None:
+        self._plan_cache.clear()
+        self.layout_generation += 1
 
-    def _choose(self, local: LocalShard, tier: TierName) -> Tier:
+    def _choose_tier(self, local: LocalShard, tier: TierName) -> Tier:
         names = ("device", "host", "pinned", "disk")
         if tier not in names:
             raise UsageError(f"array {local.spec.name!r}: expected one of {', '.join(names)} as tier, got {tier!r}")
-        if tier not in self._homes:
+        if tier not in self._tiers_by_name:
             raise UsageError(f"array {local.spec.name!r}: the store has no disk tier; open it with a `run_path`")
-        return self._homes["pinned" if tier == "disk" and local.nbytes < SMALL_SHARD_BYTES else tier]
+        return self._tiers_by_name["pinned" if tier == "disk" and local.nbytes < SMALL_SHARD_BYTES else tier]
 
     def _array(self, name: str) -> StoreArray:
         self._check_open()
         if name not in self._arrays:
-            raise _unknown(name, self._arrays)
+            raise _unknown_array_error(name, self._arrays)
         return self._arrays[name]
 
     def local(self, name: str) -> LocalShard:
-        """Return which shard of which array this rank has under `name`. Raises KeyError for an unknown one."""
+        """Return the shard that this rank has of array `name`. Raises KeyError for an unknown name."""
         if name not in self._shards:
-            raise _unknown(name, self._shards)
+            raise _unknown_array_error(name, self._shards)
         return self._shards[name]
 
     def tier(self, name: str) -> Tier:
-        """Return the shard's present tier."""
+        """Return the shard's current tier."""
         self.local(name)
         return self._tiers[name]
 
     def share_files(self) -> None:
-        """Let shards on disk of less than 256 KiB that are created from now on share files: a pass brings many in one request,
-        and a checkpoint copies them instead of linking their files."""
-        if isinstance(disk := self._homes.get("disk"), DiskTier):
+        """From now on, let new disk shards under 256 KiB share files: a pass transfers many of them in one request, and a
+        checkpoint copies them instead of linking their files."""
+        if isinstance(disk := self._tiers_by_name.get("disk"), DiskTier):
             disk.packs_small = True
 
     def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
-        """Take a shard file of a checkpoint, laid out as this array's, as the array's contents, without reading it.
+        """Link a checkpoint's shard file, of the same layout as this array's, as the array's contents, without reading it.
 
-        False, and nothing changed, if the array is not on disk, or `path` cannot be linked there. `crcs` are
-        its chunks' checksums: each chunk is verified when it is read. The file may never be written again.
+        Returns False, and changes nothing, if the array is not on disk, or `path` cannot be linked there. `crcs` are
+        the checksums of its chunks: each chunk is verified when it is read. The file must never be written again.
         """
-        tier = self._at_rest(name)
+        tier = self._idle_tier(name)
         return isinstance(tier, DiskTier) and tier.adopt(name, path, crcs)
 
     def disk_folders(self) -> dict[str, Path]:
         """Return the folder of each array's files, for arrays on disk."""
-        disk = self._homes.get("disk")
+        disk = self._tiers_by_name.get("disk")
         return disk.folders() if isinstance(disk, DiskTier) else {}
 
     def tiles(
@@ -257,47 +257,47 @@ class Shards:
     ) -> Generator[Tile, None, None]:
         """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.store.stream`.
 
-        The arrays of a group share one layout, or have a bit for each element of the first, or a value for each block of them
-        (`Grid.packed`). "update": change the views in place, they are written back when the next tile is requested. "fill":
-        set every element; nothing is read. "read": changes are lost. `modes` has other modes for single arrays. Buffers come
-        from `pool` (of `make_pool`), for a pass that must not wait for others'; `ahead` marks reads that nothing waits for
-        yet. `admit(group, wait)` is called before a group is begun; if it is false after waiting, the group is skipped. New
-        versions become current when the pass is done, or, with `on_end`, each group's before that is called. Exhaust the pass
-        or close it.
+        The arrays of a group have the same layout, or one bit for each element of the first array, or one value for each
+        block of its elements (`Grid.packed`). Modes: "update" writes the views back, which the caller changes in place,
+        when the next tile is requested; "fill" reads nothing, and the caller sets every element; "read" discards changes.
+        `modes` overrides the mode of single arrays. `pool` (from `make_pool`) is the source of the buffers for a pass that
+        must not wait for other passes; `ahead` marks reads that nothing waits for yet. `admit(group, wait)` is called
+        before a group is begun; if it returns false after waiting, the group is skipped. New versions become current when
+        the pass is done, or, with `on_end`, each group's just before `on_end(group)`. Exhaust the pass or close it.
         """
-        what = self._pass(groups, mode, modes)
-        what = replace(what, pool=pool or what.pool, admit=admit, on_end=on_end)
-        return self._stream(replace(what, priority=Priority.PREFETCH) if ahead else what).tiles()
+        pass_ = self._pass(groups, mode, modes)
+        pass_ = replace(pass_, pool=pool or pass_.pool, admit=admit, on_end=on_end)
+        return self._stream(replace(pass_, priority=Priority.PREFETCH) if ahead else pass_).tiles()
 
     def read_ahead(
         self, groups: Sequence[Sequence[str]], mode: ModeName = "update", *, modes: Mapping[str, ModeName] | None = None
     ) -> Stream:
-        """Return a pass like `tiles`, and start reading its first spans: then call `Stream.go_on`, or `Stream.drop`.
-        Until then nothing is changed, and buffers are taken, up to three quarters of the pool."""
-        begun = self._stream(self._pass(groups, mode, modes))
-        begun.read_ahead()
-        return begun
+        """Return a pass like `tiles`, and start reading its first spans; then call `Stream.resume` or `Stream.drop`. Until
+        then it changes nothing, but holds buffers, up to three quarters of the pool."""
+        stream = self._stream(self._pass(groups, mode, modes))
+        stream.read_ahead()
+        return stream
 
     def _pass(self, groups: Sequence[Sequence[str]], mode: ModeName, modes: Mapping[str, ModeName] | None) -> Pass:
         self._check_open()
-        chosen = {name: Mode(other) for name, other in (modes or {}).items()}
-        what = Pass(groups=groups, mode=Mode(mode), pool=self.resources.pool, modes=chosen)
-        self.order.wait(what.names)
-        return what
+        by_name = {name: Mode(name_mode) for name, name_mode in (modes or {}).items()}
+        pass_ = Pass(groups=groups, mode=Mode(mode), pool=self.resources.pool, modes=by_name)
+        self.order.wait(pass_.names)
+        return pass_
 
-    def _stream(self, what: Pass) -> Stream:
-        for name in what.names:
+    def _stream(self, pass_: Pass) -> Stream:
+        for name in pass_.names:
             self.local(name)
-        key = tuple(tuple(group) for group in what.groups), what.chunks, what.pool.nbytes
-        planned = self._planned.get(key)
-        stream = Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters, batches=planned)
-        if what.chunks is None and len(what.groups) > 1:
-            self._planned[key] = stream.batches
+        key = tuple(tuple(group) for group in pass_.groups), pass_.chunks, pass_.pool.nbytes
+        batches = self._plan_cache.get(key)
+        stream = Stream(pass_, tiers=self._tiers, shards=self._shards, counters=self._counters, batches=batches)
+        if pass_.chunks is None and len(pass_.groups) > 1:
+            self._plan_cache[key] = stream.batches
         return stream
 
     def memory(self, name: str) -> Any:
-        """Return the memory of a shard on the host or the device tier, 1-D, without padding, until it is moved or removed.
-        Write to it only within `changing`, unless no other code uses it."""
+        """Return the memory of a shard on the host or the device tier, 1-D, without padding. It is valid until the shard is
+        moved or removed. Write to it only within `changing`, unless no other code uses it."""
         return self._memory_tier(name).view(name, 0, self.local(name).valid_numel)
 
     def _memory_tier(self, name: str) -> MemoryTier:
@@ -308,21 +308,21 @@ class Shards:
 
     @contextlib.contextmanager
     def changing(self, names: Sequence[str]) -> Iterator[None]:
-        """Let only the caller change the `memory` of shards during a `with` block, in any number of threads.
-        What is pinned is copied first, or waited for. After a failure, elements that were set stay so."""
+        """Let only the caller change the `memory` of shards during a `with` block, in any number of threads. Waits until
+        they are not pinned. If the block fails, its changes remain."""
         self._check_open()
         self.order.wait(names)
-        with contextlib.ExitStack() as last_to_first:
+        with contextlib.ExitStack() as cleanup:
             by_tier: dict[Any, list[str]] = {}
             for name in names:
                 by_tier.setdefault(self._tiers.get(name), []).append(name)
-            for some in by_tier.values():  # all names of a tier have the same answer
-                last_to_first.enter_context(self._memory_tier(some[0]).changing(some))
+            for tier_names in by_tier.values():
+                cleanup.enter_context(self._memory_tier(tier_names[0]).changing(tier_names))
             yield
 
     def write(self, name: str, data: Array | torch.Tensor, first: int = 0) -> Ticket[None]:
-        """Replace elements `[first, first + len(data))` of this rank's shard by `data`: 1-D, of the array's data type, and not
-        to be touched by the caller until it is done."""
+        """Replace elements `[first, first + len(data))` of this rank's shard by `data`: 1-D, of the array's data type. The
+        caller must not touch `data` until the ticket is done."""
         with self._lock:
             array = self._array(name)
             source = flatten(name, data)
@@ -333,8 +333,8 @@ class Shards:
             return self._queue(array, partial(self._write, name, source, first), changes=True)
 
     def read(self, name: str, first: int = 0, stop: int | None = None, out: Array | None = None) -> Ticket[Array]:
-        """Read elements `[first, stop)` of this rank's shard, all by default, into `out`, which the ticket gives: 1-D,
-        contiguous, of the array's data type, and the caller's; None: a new array."""
+        """Read elements `[first, stop)` of this rank's shard, by default all, into `out`: 1-D, contiguous, of the array's
+        data type; by default a new array. The ticket returns `out`."""
         with self._lock:
             array = self._array(name)
             last = array.valid_numel if stop is None else stop
@@ -347,24 +347,24 @@ class Shards:
                 )
             return self._queue(array, partial(self._read, name, first, last, out), changes=False)
 
-    def _has(self, array: StoreArray | None) -> bool:
-        """Return whether the array under that name, of all operations that were carried out, is this one."""
-        if array is None or (present := self._shards.get(array.spec.name)) is None:
+    def _is_stored(self, array: StoreArray | None) -> bool:
+        """Return whether the store has this array under its name, pending operations aside."""
+        if array is None or (stored := self._shards.get(array.spec.name)) is None:
             return False
-        return (present.spec, present.grid, present.shard) == (array.spec, array.grid, array.shard)
+        return (stored.spec, stored.grid, stored.shard) == (array.spec, array.grid, array.shard)
 
     def _queue(self, array: StoreArray, operation: Callable[[], T], *, changes: bool) -> Ticket[T]:
-        """Queue an operation on an array, which raises UsageError unless it is what was put last."""
+        """Queue an operation on an array; it raises UsageError if the last `put` of the array failed."""
 
         def run() -> T:
-            if not self._has(array):
-                raise UsageError(f"array {array.spec.name!r} lacks the value put last, which failed: put it again")
+            if not self._is_stored(array):
+                raise UsageError(f"array {array.spec.name!r} has no value, because its last `put` failed: put it again")
             return operation()
 
         return self.order.submit(array.spec.name, run, changes=changes)
 
     def _write(self, name: str, source: Array, first: int) -> None:
-        """Replace elements from `first` on, for an operation on the array."""
+        """Replace elements from `first` on, as part of an operation on the array."""
         if not source.size:
             return
         mode = Mode.FILL if self.local(name).valid_numel == source.size else Mode.UPDATE
@@ -375,7 +375,7 @@ class Shards:
             copy_into(view, source[part])
 
     def _read(self, name: str, first: int, stop: int, out: Array | None) -> Array:
-        """Return elements `[first, stop)`, in `out` if given, for an operation on the array."""
+        """Return elements `[first, stop)`, in `out` if given, as part of an operation on the array."""
         local = self.local(name)
         dtype, numel = numpy_dtype(local.spec.dtype), local.grid.chunk_numel
         target = make_slab((stop - first) * dtype.itemsize, zeroed=False).view(dtype) if out is None else out
@@ -391,37 +391,37 @@ class Shards:
         return tier if isinstance(tier, DiskTier) and not tier.is_packed(name) else None
 
     def _views(
-        self, name: str, mode: Mode, chunks: tuple[int, int] | None, wanted: slice
+        self, name: str, mode: Mode, chunks: tuple[int, int] | None, elements: slice
     ) -> Iterator[tuple[View, slice]]:
-        """Yield views of the `wanted` elements of an array, and the place of each among them."""
-        what = Pass(groups=[[name]], mode=mode, pool=self.resources.pool, chunks=chunks)
-        for tile in self._stream(what).tiles():
-            low, high = max(tile.first, wanted.start), min(tile.stop, wanted.stop)
+        """Yield views of the given elements of an array, and the slice of those elements that each view covers."""
+        pass_ = Pass(groups=[[name]], mode=mode, pool=self.resources.pool, chunks=chunks)
+        for tile in self._stream(pass_).tiles():
+            low, high = max(tile.first, elements.start), min(tile.stop, elements.stop)
             if low < high:
-                part = slice(low - wanted.start, high - wanted.start)
+                part = slice(low - elements.start, high - elements.start)
                 yield tile.views[0][low - tile.first : high - tile.first], part
 
     def make_pool(self, nbytes: int) -> Pool:
-        """Return separate buffers for passes that must not wait for others; counted against the host budget. Raises BudgetError
-        if that has no room for them."""
+        """Return a separate pool of buffers, for passes that must not wait for other passes. It is counted against the host
+        budget; raises BudgetError if that has no room."""
         self.budget.require(nbytes, "a pool of buffers")
         pool = Pool(nbytes, budget=self.budget, make=self._make_buffers)
         self._pools.append(pool)
         return pool
 
     def drop_pool(self, pool: Pool) -> None:
-        """Count the memory of a pool of `make_pool`, with no buffer in use, as free."""
+        """Return the memory of a pool from `make_pool`, of which no buffer is in use, to the budget."""
         self._pools.remove(pool)
         self.budget.release(pool.nbytes)
 
     def _check_open(self) -> None:
-        """Raise UsageError if the store is closed, but to operations that were queued before."""
+        """Raise UsageError if the store is closed, except in operations that were queued before."""
         if self._closed and not self.order.in_operation:
             raise UsageError(self._closed)
 
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
-        """Pin the current version of `names` (all arrays by default) without copying, once all pending operations on them are
-        done. Raises, once, the error of a failed write that no later write of its array replaced."""
+        """Pin the current version of `names` (all arrays by default), without copying, once all pending operations on them
+        are done. Raises, once, the error of a failed write, unless a later write of the array succeeded."""
         self._check_open()
         chosen = list(self._shards) if names is None else list(names)
         self.order.wait(chosen)
@@ -438,10 +438,10 @@ class Shards:
     def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
         """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.
 
-        Pinned files stay as they are, and a change makes new ones. `num_stores` share the drive, each of
-        about this size. Raises DiskFullError if there is less.
+        Pinned files are not changed in place, so a change creates new files. `num_stores` stores of about this size share
+        the drive. Raises DiskFullError if a drive has less room.
         """
-        disk = self._homes.get("disk")
+        disk = self._tiers_by_name.get("disk")
         if not isinstance(disk, DiskTier):
             return 0
         on_disk = disk.next_bytes(name for name in names if self._tiers[name] is disk)
@@ -449,21 +449,21 @@ class Shards:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """Requested features that were not available, so that a slower way is used."""
+        """Messages about requested features that are not available, so that a slower method is used."""
         return (*self.resources.files.fallbacks, *([] if self._slabs is None else self._slabs.messages))
 
     def statistics(self) -> StoreStatistics:
-        """Return the store's contents, and its work since it was opened."""
+        """Return the store's contents, and its transfers and waits since it was opened."""
         queue = self.resources.queue.statistics()
-        held = dict.fromkeys(("device", "host", "disk"), 0)
+        tier_bytes = dict.fromkeys(("device", "host", "disk"), 0)
         for name, tier in self._tiers.copy().items():
-            held[tier.name] += local.nbytes if (local := self._shards.get(name)) else 0
+            tier_bytes[tier.name] += local.nbytes if (local := self._shards.get(name)) else 0
         return StoreStatistics(
             disk_read_bytes=queue.of(Priority.READ, Priority.PREFETCH).bytes,
             disk_write_bytes=queue.of(Priority.WRITE_BACK).bytes,
-            device_bytes=held["device"],
-            host_bytes=held["host"],
-            disk_bytes=held["disk"],
+            device_bytes=tier_bytes["device"],
+            host_bytes=tier_bytes["host"],
+            disk_bytes=tier_bytes["disk"],
             pool_bytes=sum(pool.nbytes for pool in self._pools),
             pool_peak_bytes=sum(pool.peak_bytes for pool in self._pools),
             **asdict(self._counters),
@@ -473,9 +473,9 @@ class Shards:
         )
 
 
-def _unknown(name: str, present: Mapping[str, object]) -> KeyError:
-    some = f", for example {list(present)[:3]}" if present else ""
-    return KeyError(f"the store has no array {name!r}; it has {len(present)}{some}")
+def _unknown_array_error(name: str, present: Mapping[str, object]) -> KeyError:
+    examples = f", for example {list(present)[:3]}" if present else ""
+    return KeyError(f"the store has no array {name!r}; it has {len(present)}{examples}")
 
 
 def _require_in_shard(array: StoreArray, first: int, stop: int) -> None:

@@ -1,14 +1,13 @@
-"""The store: named tensors that are put, read, changed in passes, and saved, in tiers of memory and disk.
+"""The store: named tensors, kept in tiers of memory and disk, with methods to put, read, update in passes and save them.
 
-[Note: two ways to an array]
-User code works with whole values: `put`, `get` and so on run in the background and return a ticket to await or wait
-for, so
-one set of methods serves programs with and without asyncio, tasks and threads, and no call blocks an event loop. The
-engine works on this rank's shards, in passes on its own threads: `Shards`, the base. Operations on one array run in the
-order of the
-calls, on several concurrently; a pass waits for its arrays' operations.
+[Note: two interfaces]
+User code works with whole values: `put`, `get` and the other methods of `Store` run in the background and return a
+ticket to await or wait for. So one set of methods serves programs with and without asyncio, tasks and threads, and no
+call blocks an event loop. The engine works on this rank's shards, in passes on its own threads, through the base class
+`Shards`. Operations on one array run in the order of the calls; operations on different arrays run concurrently. A pass
+waits for the pending operations on its arrays.
 
-[Note: who waits for whom]
+[Note: checkpoints and removals]
 A checkpoint captures the values at the time of the call: its pins are queued among the operations on each array. An
 operation that removes a pinned array waits for earlier checkpoints to unpin it, but not for later ones, whose pins in
 turn wait for it.
@@ -40,12 +39,12 @@ from ..io.closing import OF_THE_PARENT, Completions, closing_with, notify_of_for
 from ..io.files import Files, UserPath, user_location, user_path
 from ..io.machine import AsyncClosing, Workers
 from ..io.queue import Ticket, promise, wait_all
-from .arrays import StoreArray, Value, copy_view, flat_target, flatten, is_tensor, shaped, spec_of
+from .arrays import StoreArray, Value, copy_view, flat_output, flatten, is_tensor, shaped, spec_of
 from .options import StoreOptions
 from .shards import Shards
 from .tiers import MemoryTier, Snapshot, Tier, TierName
 from .tiers.base import copy_into
-from .values import Mode, Unreported, Values
+from .values import ArrayIterator, Mode, PendingTickets
 
 T = TypeVar("T")
 _PIN_CHECK_S = 1.0
@@ -72,11 +71,11 @@ class Store(Shards, AsyncClosing):
         super().__init__(options, rank=rank, files=files, cuda=cuda)
         self._open_source = open_source
         """Opens what `load` names: this package can open only local zstore checkpoints."""
-        self._loads, self._saves = Unreported(), Unreported()
-        self._run = uuid.uuid4().hex
-        self._known: Mapping[str, KnownFile] = {}
+        self._loads, self._saves = PendingTickets(), PendingTickets()
+        self._run_id = uuid.uuid4().hex
+        self._known_files: Mapping[str, KnownFile] = {}
         """Shard files of earlier checkpoints, by array."""
-        self._end = closing_with(self, _end, self._homes, self._parts)
+        self._finalizer = closing_with(self, _release_all, self._tiers_by_name, self._cleanup)
         notify_of_fork(self)
 
     def _forked(self) -> None:
@@ -90,37 +89,39 @@ class Store(Shards, AsyncClosing):
 
     @cached_property
     def _workers(self) -> Workers:
-        """For tasks that wait for operations on arrays; created when first needed: an engine has none."""
+        """For tasks that wait for operations on arrays; created on first use, so an engine has none."""
         self._check_open()
-        return self._parts.enter_context(Workers(2, "zstore-passes"))
+        return self._cleanup.enter_context(Workers(2, "zstore-passes"))
 
     def put(self, name: str, value: Value, *, tier: TierName | None = None, dims: Sequence[str] = ()) -> Ticket[None]:
         """Store `value` under `name`, `group/name` or a plain name, replacing any previous value.
 
         It may have any shape and data type of the format, and must not be changed until the ticket is done. The array
-        is kept on its
-        current tier, or on disk, or in host memory for a store without a path, unless `tier` says otherwise; under 64 KiB
-        always in host memory. `dims` are names of its dimensions, which checkpoints keep.
+        is kept on its current tier, or on disk, or in host memory for a store without a path, unless `tier` says
+        otherwise; under 64 KiB always in host memory. `dims` are names of its dimensions, which checkpoints keep.
 
-        Raises UsageError for a value that cannot be stored; the ticket BudgetError or DiskFullError if there is no room.
+        Raises UsageError for a value that cannot be stored; the ticket raises BudgetError or DiskFullError if there is
+        no room.
         """
         data = flatten(name, value)
         spec = spec_of(name, np.shape(value), data.dtype.name, tuple(dims))
-        return self._put(StoreArray.whole(spec, is_tensor(value)), lambda _: self._write(name, data, 0), tier)
+        return self._queue_put(StoreArray.whole(spec, is_tensor(value)), lambda _: self._write(name, data, 0), tier)
 
-    def _put(self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None) -> Ticket[None]:
+    def _queue_put(self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None) -> Ticket[None]:
         """Queue an operation in which `fill` sets all values of an array."""
         with self._lock:
             self._check_open()
-            former = self._arrays.get(array.spec.name)
-            if former is not None and not array.spec.dims and former.spec.shape == array.spec.shape:
-                array = replace(array, spec=replace(array.spec, dims=former.spec.dims))
-            return self._replace(array.spec.name, array, partial(self._make, array, fill, tier, self._saves.all()))
+            previous = self._arrays.get(array.spec.name)
+            if previous is not None and not array.spec.dims and previous.spec.shape == array.spec.shape:
+                array = replace(array, spec=replace(array.spec, dims=previous.spec.dims))
+            return self._replace(
+                array.spec.name, array, partial(self._store_array, array, fill, tier, self._saves.all())
+            )
 
     def _replace(self, name: str, array: StoreArray | None, operation: Callable[[], None]) -> Ticket[None]:
         """Queue a replacement of an array, or with None its removal; if it fails, the previous one is restored, if
         there was one."""
-        former = self._arrays.get(name)
+        previous = self._arrays.get(name)
         self._arrays.set(name, array)
 
         def run() -> None:
@@ -129,24 +130,24 @@ class Store(Shards, AsyncClosing):
             except BaseException:
                 with self._lock:
                     if self._arrays.get(name) is array:
-                        self._arrays.set(name, former if self._has(former) else None)
+                        self._arrays.set(name, previous if self._is_stored(previous) else None)
                 raise
 
         return self.order.submit(name, run, changes=True)
 
-    def _make(
+    def _store_array(
         self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None, saves: Sequence[Ticket[Any]]
     ) -> None:
-        """Let `fill` set all values of an array, creating it unless an identical one exists. On failure no new array
-        remains."""
+        """Create an array, unless an identical one exists, and let `fill` set all its values. If that fails, a new array
+        is removed."""
         name = array.spec.name
-        former = self._tiers[name].name if name in self._tiers else None
-        is_new = not self._has(array) or tier not in (None, former)
+        current_tier = self._tiers[name].name if name in self._tiers else None
+        is_new = not self._is_stored(array) or tier not in (None, current_tier)
         if is_new:
-            chosen = tier or former or ("disk" if self.options.all_paths else "host")
-            self._choose(array, chosen)  # a tier that the store lacks leaves the former array
+            chosen = tier or current_tier or ("disk" if self.options.all_paths else "host")
+            self._choose_tier(array, chosen)  # raises before the previous array is removed
             self._remove(name, saves)
-            self._add(array, chosen)
+            self._create(array, chosen)
         try:
             fill(array)
         except BaseException:
@@ -156,19 +157,19 @@ class Store(Shards, AsyncClosing):
 
     def _remove(self, name: str, saves: Sequence[Ticket[Any]]) -> None:
         if name in self._shards:
-            _unpinned(partial(self._drop, name), saves)
+            _when_unpinned(partial(self._drop, name), saves)
 
     def get(self, name: str, *, rows: slice | None = None, out: Value | None = None) -> Ticket[Any]:
         """Read an array, or `rows` of its first dimension (a slice without a step), as the kind of value that was put.
 
-        Into `out`, if given: of the rows' shape and the array's data type, contiguous, in host memory; else into new
-        memory,
-        owned by the caller. Raises KeyError for an unknown name, UsageError for anything but a row slice.
+        `out` is memory to read into: host memory, contiguous, with the shape of the rows and the array's data type. By
+        default the result is in new memory, owned by the caller. Raises KeyError for an unknown name, UsageError if
+        `rows` is not such a slice.
         """
         with self._lock:
-            array = self._whole(name)
+            array = self._unsharded(name)
             first, stop, shape = array.flat_rows(rows)
-            target = None if out is None else flat_target(array.spec, out, shape)
+            target = None if out is None else flat_output(array.spec, out, shape)
 
             def read() -> Any:
                 data = self._read(name, first, stop, target)
@@ -181,11 +182,10 @@ class Store(Shards, AsyncClosing):
         type.
 
         `value` must not be changed until the ticket is done. Raises UsageError if it does not fit, KeyError for an
-        unknown
-        name.
+        unknown name.
         """
         with self._lock:
-            array = self._whole(name)
+            array = self._unsharded(name)
             first, _, shape = array.flat_rows(rows)
             data = flatten(name, value)
             if tuple(np.shape(value)) != shape or data.dtype.name != array.spec.dtype:
@@ -194,7 +194,7 @@ class Store(Shards, AsyncClosing):
                 )
             return self.write(name, data, first)
 
-    def _whole(self, name: str) -> StoreArray:
+    def _unsharded(self, name: str) -> StoreArray:
         array = self._array(name)
         if array.grid.num_shards > 1:
             raise UsageError(f"array {name!r} is sharded {array.grid.num_shards} ways: use `read`, `write` and `tiles`")
@@ -211,14 +211,13 @@ class Store(Shards, AsyncClosing):
 
     def move(self, name: str, *, tier: TierName) -> Ticket[None]:
         """Move an array with its values to another tier. The ticket raises BudgetError or DiskFullError if there is no
-        room:
-        then the array stays on its tier."""
+        room: then the array stays on its tier."""
         with self._lock:
             array, saves = self._array(name), self._saves.all()
-        move = partial(_unpinned, partial(self.relocate, name, tier, copy_view), saves)
+        move = partial(_when_unpinned, partial(self.relocate, name, tier, copy_view), saves)
         return self._queue(array, move, changes=True)
 
-    def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> Values:
+    def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> ArrayIterator:
         """Iterate over (name, value) pairs, all of them by default: `for` and `async for` alike.
 
         `prefetch` arrays are read ahead, within the budget. With "update" a value is changed in place and stored in the
@@ -227,10 +226,10 @@ class Store(Shards, AsyncClosing):
         """
         with self._lock:
             self._check_open()
-            arrays = [self._whole(name) for name in (self._arrays if names is None else names)]
+            arrays = [self._unsharded(name) for name in (self._arrays if names is None else names)]
         if prefetch < 0:
             raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
-        return Values(arrays, self.get, self.update, self, self._in_background, prefetch, mode)
+        return ArrayIterator(arrays, self.get, self.update, self, self._in_background, prefetch, mode)
 
     def names(self) -> list[str]:
         """Return the names of all arrays, in the order in which they were put."""
@@ -258,12 +257,12 @@ class Store(Shards, AsyncClosing):
         return f"<Store of {len(self)} arrays in {self.options.run_path or 'memory'}>"
 
     def flush(self) -> Ticket[None]:
-        """Wait for all changes so far; the ticket raises, once, the error of a failed change, if no later one
-        succeeded."""
+        """Wait for all pending changes; the ticket raises, once, the error of a failed change, unless a later change of
+        the array succeeded."""
         with self._lock:
             self._check_open()
-            settle = partial(self._settle, self.order.names(), self._loads.all())
-        return self._in_background(settle)
+            wait = partial(self._wait_for_changes, self.order.names(), self._loads.all())
+        return self._in_background(wait)
 
     def _in_background(self, task: Callable[[], T]) -> Ticket[T]:
         """Queue a task that waits for operations on arrays. Raises UsageError once the store is closed."""
@@ -274,7 +273,7 @@ class Store(Shards, AsyncClosing):
         except RuntimeError:
             raise UsageError(self._closed or _CLOSED) from None
 
-    def _settle(self, names: Sequence[str], loads: Sequence[Ticket[Any]]) -> None:
+    def _wait_for_changes(self, names: Sequence[str], loads: Sequence[Ticket[Any]]) -> None:
         self.order.wait(names)
         for load in loads:
             load.wait()
@@ -293,69 +292,68 @@ class Store(Shards, AsyncClosing):
         """Save the current values of arrays as the checkpoint `path`, whose last part is the tag.
 
         Files on the same drive are linked, not copied; other data is written in the background, and a change of an
-        array in
-        memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
+        array in memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
         `zstore.open_checkpoint` and zarr read it. `extra` is JSON to store with the arrays (numpy scalars and paths are
-        allowed); `step` is a number that identifies it.
-        With `keep`, only that many of this store's checkpoints are retained in the folder.
+        allowed); `step` is a number that identifies it. With `keep`, only this many of the store's newest checkpoints
+        are retained in the folder.
 
         Raises KeyError for an unknown name, UsageError for `extra` that is not JSON; the ticket raises
         CheckpointExistsError (unless `overwrite`), StorageError, DiskFullError.
         """
-        place = user_path(path)
-        kept = decode_state(encode_state(extra or {}, "extra"))  # a copy, and an error now if it is not JSON
+        target = user_path(path)
+        extra_copy = decode_state(encode_state(extra or {}, "extra"))  # a copy, and an error now if it is not JSON
         request = partial(
             SaveRequest,
             resources=self.resources,
-            folder=place.parent,
-            tag=place.name,
+            folder=target.parent,
+            tag=target.name,
             rank=0,
             world_size=1,
-            run_id=self._run,
-            record={"extra": kept},
+            run_id=self._run_id,
+            record={"extra": extra_copy},
             step=step,
             keep=None if keep is None else Keep(last=keep),
             overwrite=overwrite,
         )
         with self._lock:
             self._check_open()
-            specs = {name: self._whole(name).spec for name in (self._arrays if names is None else names)}
-            pinning = self.order.submit_on([*specs], partial(self.snapshot, [*specs]))
-            save = partial(self._save, pinning, partial(request, specs=specs), [*specs], self._saves.all())
-            return self._saves.add(_begin_save(f"the save of {place}", save, pinning))
+            specs = {name: self._unsharded(name).spec for name in (self._arrays if names is None else names)}
+            snapshot_ticket = self.order.submit_on([*specs], partial(self.snapshot, [*specs]))
+            save = partial(self._save, snapshot_ticket, partial(request, specs=specs), [*specs], self._saves.all())
+            return self._saves.add(_start_save(f"the save of {target}", save, snapshot_ticket))
 
     def _save(
         self,
-        pinning: Ticket[Snapshot],
-        request: Callable[..., SaveRequest],
+        snapshot_ticket: Ticket[Snapshot],
+        make_request: Callable[..., SaveRequest],
         names: Sequence[str],
         earlier: Sequence[Ticket[Any]],
     ) -> SaveSummary:
-        """Save the snapshot that `pinning` takes of arrays; release it in any case.
+        """Save the snapshot that `snapshot_ticket` returns, and release it.
 
-        Once the store is being closed and `earlier` saves ended, a change before the snapshot can only be waiting for a
-        pin held by the caller, which may never be released: the change fails.
+        Once the store is being closed and the `earlier` saves have ended, a change queued before the snapshot can only
+        be waiting for a pin held by the caller, which may never be released: such a change fails.
         """
-        while not pinning.wait_for_end(_PIN_CHECK_S):
+        while not snapshot_ticket.wait_for_end(_PIN_CHECK_S):
             if (self._closed or _completions.end_waits()) and all(save.done() for save in earlier):
-                for tier in _memory_tiers(self._homes):
+                for tier in _memory_tiers(self._tiers_by_name):
                     tier.fail_waiting(names)
-        snapshot = pinning.wait()
+        snapshot = snapshot_ticket.wait()
         try:
-            made = request(
+            save_request = make_request(
                 save_id=new_save_id(),
                 grids={name: pin.local.grid for name, pin in snapshot.pins.items()},
                 pins=snapshot.pins,
-                known=self._known,
+                known=self._known_files,
                 disk_folders=self.disk_folders(),
             )
-            check_tag_is_free(made.folder, made.tag, overwrite=made.overwrite)
+            check_tag_is_free(save_request.folder, save_request.tag, overwrite=save_request.overwrite)
         except BaseException:
             snapshot.release()
             raise
-        summary = save_checkpoint(made).ticket.wait()
+        summary = save_checkpoint(save_request).ticket.wait()
         with self._lock:
-            self._known = {**self._known, **summary.known}
+            self._known_files = {**self._known_files, **summary.known}
         return summary
 
     def load(
@@ -367,35 +365,35 @@ class Store(Shards, AsyncClosing):
         tier: TierName | None = None,
     ) -> Ticket[dict[str, Any]]:
         """Put the arrays of a checkpoint, all of them by default, in place of arrays of the same names; the ticket
-        returns
-        its `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
+        returns its `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
 
         Files on the same drive with the same layout as in this store are linked, regardless of how many ranks saved them.
         """
         self._check_open()
-        opened = partial(self._open_source, user_location(path), tag)
-        return self._loads.add(self._in_background(partial(self._load, opened, names, tier)))
+        open_source = partial(self._open_source, user_location(path), tag)
+        return self._loads.add(self._in_background(partial(self._load, open_source, names, tier)))
 
     def _load(
-        self, opened: Callable[[], ArraySource], names: Iterable[str] | None, tier: TierName | None
+        self, open_source: Callable[[], ArraySource], names: Iterable[str] | None, tier: TierName | None
     ) -> dict[str, Any]:
-        with opened() as source:
+        with open_source() as source:
             specs = [source.known(name).spec for name in (source.names() if names is None else names)]
             fill = partial(self._fill_from, source)
-            puts = [self._put(self._loaded_as(spec), fill, tier) for spec in specs]
+            puts = [self._queue_put(self._loaded_as(spec), fill, tier) for spec in specs]
             try:
                 wait_all([*puts])
             finally:
                 for put in puts:
-                    put.mark_observed()  # its error is the load's
+                    put.mark_observed()  # the load reports its error
             return dict(source.record.state.get("extra", {}))
 
     def _loaded_as(self, stored: ArraySpec) -> StoreArray:
-        """Return the array to load a checkpoint's array into: the existing one of that name if shape and dtype match."""
-        former = self._arrays.get(stored.name)
-        alike = former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype)
-        if former is not None and alike and former.grid.num_shards == 1:
-            return former
+        """Return the array to load a checkpoint's array into: the existing one of that name if shape and dtype match,
+        else a new one."""
+        existing = self._arrays.get(stored.name)
+        matches = existing is not None and (existing.spec.shape, existing.spec.dtype) == (stored.shape, stored.dtype)
+        if existing is not None and matches and existing.grid.num_shards == 1:
+            return existing
         dims = stored.dims if len(stored.dims) == len(stored.shape) else ()
         return StoreArray.whole(spec_of(stored.name, stored.shape, stored.dtype, dims), "torch" in sys.modules)
 
@@ -413,25 +411,25 @@ class Store(Shards, AsyncClosing):
                 copy_into(tile.views[0], values)
 
     def close(self) -> None:
-        """Finish pending work, checkpoints too, then release memory, files and the folder; a second call does nothing.
+        """Finish pending work, including checkpoints, then release memory, files and the folder; a second call does nothing.
 
-        Afterwards raises the unreported error of a change or a checkpoint.
+        Afterwards raises the error of a change or a checkpoint that has not been reported.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = _CLOSED
-        with contextlib.ExitStack() as last_to_first:
-            last_to_first.callback(self._settle, self.order.names(), self._loads.all())
-            last_to_first.callback(self._end)
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._wait_for_changes, self.order.names(), self._loads.all())
+            cleanup.callback(self._finalizer)
             for save in self._saves.all():
-                last_to_first.callback(save.wait)
+                cleanup.callback(save.wait)
 
 
-def _begin_save(title: str, save: Callable[[], SaveSummary], pinning: Ticket[Snapshot]) -> Ticket[SaveSummary]:
-    """Begin a save in a thread that the end of the program waits for; if no thread starts, its snapshot is released."""
+def _start_save(title: str, save: Callable[[], SaveSummary], snapshot_ticket: Ticket[Snapshot]) -> Ticket[SaveSummary]:
+    """Start a save in a thread that the program's exit waits for; if no thread can be started, release its snapshot."""
 
-    def reported() -> SaveSummary:
+    def run_and_report() -> SaveSummary:
         try:
             summary = save()
         except BaseException as error:
@@ -441,23 +439,23 @@ def _begin_save(title: str, save: Callable[[], SaveSummary], pinning: Ticket[Sna
         return summary
 
     def release() -> None:
-        if pinning.error() is None:
-            pinning.wait().release()
+        if snapshot_ticket.error() is None:
+            snapshot_ticket.wait().release()
 
-    ticket, carry_out = promise(reported)
+    ticket, run = promise(run_and_report)
     key = _completions.begin(title, ticket.wait_for_end)
     try:
-        run_to_the_end(carry_out, "zstore-checkpoint")
+        run_to_the_end(run, "zstore-checkpoint")
     except BaseException:
         if ticket.future.cancel():
             _completions.end(key, None)
-            pinning.when_done(release)
+            snapshot_ticket.when_done(release)
         raise
     return Ticket(ticket.future, partial(_completions.mark_observed, key))
 
 
-def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> None:
-    """Remove an array, waiting for earlier checkpoints until none of them pins it."""
+def _when_unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> None:
+    """Run `operation`, which fails while its array is pinned, once none of the earlier `saves` pins the array."""
     for save in saves:
         if not save.done():
             try:
@@ -467,12 +465,12 @@ def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> No
     return operation()
 
 
-def _end(tiers: Mapping[TierName, Tier], parts: contextlib.ExitStack) -> None:
-    """Release everything; changes that wait for a pin fail first, as it may never be released."""
+def _release_all(tiers: Mapping[TierName, Tier], resources: contextlib.ExitStack) -> None:
+    """Release all resources. Changes that wait for a pin fail first, because it may never be released."""
     for tier in _memory_tiers(tiers):
         tier.stop_waiting()
-    parts.close()
+    resources.close()
 
 
 def _memory_tiers(tiers: Mapping[TierName, Tier]) -> list[MemoryTier]:
-    return [each for each in tiers.values() if isinstance(each, MemoryTier)]
+    return [tier for tier in tiers.values() if isinstance(tier, MemoryTier)]

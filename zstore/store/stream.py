@@ -2,19 +2,19 @@
 
 [Note: the pipeline]
 Phases of a span, for all arrays of a group together:
-1. one buffer for the whole span is taken from the pool, together or not at all;
+1. one buffer for the whole span is acquired from the pool;
 2. the loads are queued; later spans are loaded while earlier ones are used;
-3. the consumer receives one `Tile` a chunk and changes its views in place;
+3. the consumer receives one `Tile` per chunk and changes its views in place;
 4. the saves are queued; the last of them releases the buffer.
-A stream waits for the pool only while it has no loaded span, so it cannot wait for itself, and it never takes the
-last quarter of the pool ahead of use. New versions become current at the end, when every save is done; with `on_end`
-each group's does as soon as that group's saves are done.
+A stream waits for the pool only while it has no loaded span, so it cannot deadlock with itself, and it never acquires
+the last quarter of the pool ahead of use. New versions become current at the end, when every save is done; with
+`on_end`, each group's becomes current as soon as that group's saves are done.
 
-The first spans may be loaded before it is known whether the pass will run (`Stream.read_ahead`): this begins no
-pass. They are used if it does and no shard has another version by then; else their memory is freed.
+The first spans may be loaded before it is known whether the pass will run (`Stream.read_ahead`), without beginning a
+pass. They are used if it runs and no shard has another version by then; otherwise their memory is freed.
 
-A tile is one chunk on disk, for there is a checksum between two, and many in memory: fewer steps in Python. A pass over memory
-alone needs no pipeline, whose bookkeeping costs more than the work on a small array.
+A tile of a shard on disk is one chunk, because checksums lie between chunks; a tile of memory is many chunks, for fewer
+steps in Python. A pass over memory alone skips the pipeline, whose bookkeeping costs more than the work on a small array.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .tiers.base import Batch, Piece, SpanPlan, View, plan_batches
 
 _MAX_LOADED_SPANS = 64
 _MAX_LOADS_AHEAD = 32
-"""Before a pass: the queue has room for them, so the caller does not wait."""
+"""Loads queued before a pass; the queue has room for them, so the caller does not block."""
 
 Admit = Callable[[int, bool], bool]
 
@@ -44,21 +44,21 @@ class Pass:
     """The arrays of a stream, and their modes."""
 
     groups: Sequence[Sequence[str]]
-    """Arrays that are loaded together; arrays of a group share one layout, or have a bit for each element of it
-    or a value for each block (`Grid.packed`). The first has one value an element: tiles count in its elements."""
+    """Groups of arrays that are loaded together. Arrays of a group have the same layout, or one bit for each element of the
+    first array, or one value for each block of its elements (`Grid.packed`). Tiles count elements of the first array."""
     mode: Mode
     pool: Pool
     """Source of the buffers."""
     modes: Mapping[str, Mode] = field(default_factory=dict)
-    """Other modes for single arrays: a group may update some, only read others, and fill yet others."""
+    """Modes of single arrays, overriding `mode`."""
     chunks: tuple[int, int] | None = None
     """Limits a reading pass to chunks `[first, stop)` of each shard."""
     priority: Priority = Priority.READ
-    """Tickets of the loads."""
+    """Priority of the loads."""
     admit: Admit | None = None
-    """Called before a group is begun, with its number and whether to wait; false: not yet, or after a wait: skip it."""
+    """Called before a group is begun, with its number and whether to wait. False means not yet, or after a wait: skip it."""
     on_end: Callable[[int], None] | None = None
-    """Called with the number of each group whose new version is current, in the consumer's thread."""
+    """Called in the consumer's thread with the number of each group whose new version has become current."""
 
     def mode_of(self, name: str) -> Mode:
         """Return the mode of an array."""
@@ -72,7 +72,7 @@ class Pass:
 
 @dataclass
 class StreamCounters:
-    """Time a consumer waited, in seconds, by cause."""
+    """Seconds that consumers waited, by cause."""
 
     read_wait_s: float = 0.0
     write_wait_s: float = 0.0
@@ -83,36 +83,38 @@ class StreamCounters:
 _NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 
-class _Loaded:
-    """A batch of a pass in memory: laid out in a buffer of `nbytes` that the caller acquires and releases (none for 0
-    bytes), loaded, given out tile by tile, and saved."""
+class _LoadedBatch:
+    """A batch of a pass in memory: laid out in a buffer of `nbytes`, loaded, yielded tile by tile, and saved. The caller
+    acquires and releases the buffer; for 0 bytes there is none."""
 
     def __init__(
-        self, batch: Batch, what: Pass, *, tiers: Mapping[str, Tier], shards: Mapping[str, LocalShard]
+        self, batch: Batch, pass_: Pass, *, tiers: Mapping[str, Tier], shards: Mapping[str, LocalShard]
     ) -> None:
         self.batch = batch
-        self._pass = what
+        self._pass = pass_
         self._tiers = tiers
         self._shards = shards
         self.buffer: Buffer | None = None
         self.loads: list[Ticket[None]] = []
-        """Loads that were begun."""
+        """Tickets of the loads that were queued."""
         self._pieces, self.nbytes = self._lay_out()
         self._on_disk: dict[str, Iterator[View]] = {}
-        """Views of data from a disk, by array: of the version that was read, even if it is no longer current."""
+        """Views of data read from disk, by array. They stay views of the version that was read."""
 
     def _lay_out(self) -> tuple[list[Piece], int]:
-        """Return the places of the arrays in the buffer, group by group, and its bytes: shards that share a file are laid out
-        as in the file."""
+        """Return the pieces of the buffer, group by group, and its size. Shards that share a file are laid out as in the
+        file."""
         spans = [(name, plan.span) for plan in self.batch for name in self._pass.groups[plan.group]]
-        first, total = [0] * len(spans), 0
+        offsets, total = [0] * len(spans), 0
         sizes = [self._tiers[name].span_bytes(name, span.num_chunks) for name, span in spans]
         for number in sorted(
-            range(len(spans)), key=lambda number: self._tiers[spans[number][0]].place(spans[number][0])
+            range(len(spans)), key=lambda number: self._tiers[spans[number][0]].file_position(spans[number][0])
         ):
-            first[number] = total
+            offsets[number] = total
             total += sizes[number]
-        pieces = [Piece(name, span, at, size) for (name, span), at, size in zip(spans, first, sizes, strict=True)]
+        pieces = [
+            Piece(name, span, offset, size) for (name, span), offset, size in zip(spans, offsets, sizes, strict=True)
+        ]
         return pieces, total
 
     @property
@@ -120,25 +122,25 @@ class _Loaded:
         return _NO_BYTES if self.buffer is None else self.buffer.bytes
 
     def load(self, buffer: Buffer | None) -> None:
-        """Start loading the arrays into `buffer`. After an error nothing more is read into it."""
+        """Start loading the arrays into `buffer`. On an error, waits until no load is writing to it."""
         self.buffer = buffer
         try:
-            for tier, moved in self._moved(without=Mode.FILL):
-                for piece in moved:
+            for tier, pieces in self._disk_pieces(excluded=Mode.FILL):
+                for piece in pieces:
                     mode = self._pass.mode_of(piece.name)
-                    self._on_disk[piece.name] = tier.views(piece.name, piece.span, piece.of(self._memory), mode)
-                tier.load(moved, self._memory, self._pass.priority, self.loads)
+                    self._on_disk[piece.name] = tier.views(piece.name, piece.span, piece.slice_of(self._memory), mode)
+                tier.load(pieces, self._memory, self._pass.priority, self.loads)
         except BaseException:
-            for begun in self.loads:
-                begun.error()
+            for ticket in self.loads:
+                ticket.error()
             raise
 
     def tiles(self) -> Iterator[Tile]:
-        """Yield the tiles, once the loads are done: the consumer changes one before it requests the next, or the end."""
+        """Yield the tiles, once the loads are done. The consumer changes each tile before it requests the next."""
         pieces = iter(self._pieces)
         for plan in self.batch:
             names = self._pass.groups[plan.group]
-            parts = [next(pieces).of(self._memory) for _ in names]
+            parts = [next(pieces).slice_of(self._memory) for _ in names]
             yield from self._tiles_of_group(plan, names, parts)
 
     def _tiles_of_group(self, plan: SpanPlan, names: Sequence[str], parts: Sequence[Bytes]) -> Iterator[Tile]:
@@ -150,7 +152,7 @@ class _Loaded:
             self._on_disk.get(name) or self._tiers[name].views(name, plan.span, part, self._pass.mode_of(name))
             for name, part in zip(names, parts, strict=True)
         ]
-        # Strict: asks each column for one view more than it has, which seals its last chunk.
+        # Strict: requests one view beyond the last from each column, which seals its last chunk.
         for chunk, *views in zip(plan.span.chunks, *columns, strict=True):
             first, stop = self._shards[names[0]].chunk_range(chunk)
             ends = plan is self.batch[-1] and chunk == plan.span.chunks[-1]
@@ -158,21 +160,21 @@ class _Loaded:
 
     def save(self, saves: list[Ticket[None]]) -> None:
         """Start saving the changes; each save is added to `saves` as it starts."""
-        for tier, changed in self._moved(without=Mode.READ):
-            tier.save(changed, self._memory, saves)
+        for tier, pieces in self._disk_pieces(excluded=Mode.READ):
+            tier.save(pieces, self._memory, saves)
 
-    def _moved(self, *, without: Mode) -> Iterator[tuple[DiskTier, list[Piece]]]:
-        """Yield the pieces on disk that are not in this mode, with their tier."""
-        found: dict[DiskTier, list[Piece]] = {}
+    def _disk_pieces(self, *, excluded: Mode) -> Iterator[tuple[DiskTier, list[Piece]]]:
+        """Yield the pieces on disk, except those of the `excluded` mode, with their tier."""
+        by_tier: dict[DiskTier, list[Piece]] = {}
         for piece in self._pieces:
             tier = self._tiers[piece.name]
-            if isinstance(tier, DiskTier) and self._pass.mode_of(piece.name) is not without:
-                found.setdefault(tier, []).append(piece)
-        yield from found.items()
+            if isinstance(tier, DiskTier) and self._pass.mode_of(piece.name) is not excluded:
+                by_tier.setdefault(tier, []).append(piece)
+        yield from by_tier.items()
 
 
 def _tile_in_memory(plan: SpanPlan, tiers: Mapping[str, MemoryTier], shards: Mapping[str, LocalShard]) -> Tile:
-    """Return a span of a group as one tile; `tiers` has its arrays, which are all in memory, in order."""
+    """Return a span of a group as one tile; `tiers` has the group's arrays in order, all of them in memory."""
     first, stop = shards[next(iter(tiers))].chunk_range(plan.span.first_chunk, plan.span.num_chunks)
     return Tile(plan.group, first, stop, tuple(tier.view(name, first, stop) for name, tier in tiers.items()))
 
@@ -182,63 +184,63 @@ class Stream:
 
     def __init__(
         self,
-        what: Pass,
+        pass_: Pass,
         *,
         tiers: Mapping[str, Tier],
         shards: Mapping[str, LocalShard],
         counters: StreamCounters,
         batches: Sequence[Batch] | None = None,
     ) -> None:
-        self._pass = what
-        self._groups = [tuple(group) for group in what.groups]
-        self._pool = what.pool
-        self._reads = any(what.mode_of(name) is not Mode.FILL for name in what.names)
+        self._pass = pass_
+        self._groups = [tuple(group) for group in pass_.groups]
+        self._pool = pass_.pool
+        self._reads = any(pass_.mode_of(name) is not Mode.FILL for name in pass_.names)
         self._tiers = tiers
         self._shards = shards
         self._counters = counters
-        self._loaded: deque[_Loaded] = deque()
-        names = what.names
+        self._loaded: deque[_LoadedBatch] = deque()
+        names = pass_.names
         in_memory = {name: tier for name in names if isinstance(tier := tiers[name], MemoryTier)}
         self._in_memory = in_memory if len(in_memory) == len(names) else {}
-        """The tier of each array if all are in memory."""
+        """The tier of each array if all are in memory, else empty."""
         if batches is None:
             batches = plan_batches(
-                self._groups, tiers=tiers, shards=shards, pool_bytes=what.pool.nbytes, chunks=what.chunks
+                self._groups, tiers=tiers, shards=shards, pool_bytes=pass_.pool.nbytes, chunks=pass_.chunks
             )
         self.batches = batches
         self._plans = deque([] if self._in_memory else batches)
-        self._begun: dict[str, Tier] = {}
-        """Arrays whose pass was begun and not ended."""
+        self._active: dict[str, Tier] = {}
+        """Arrays whose pass has begun and not ended, and their tiers."""
         self._saves: deque[Ticket[None]] = deque()
-        """Number of the current group."""
+        """Saves of the current group."""
         self._ending: deque[tuple[int, deque[Ticket[None]]]] = deque()
-        """Groups whose last span is being saved, and their saves."""
-        self._ahead: dict[str, int] = {}
+        """Numbers of the groups whose last span is being saved, and their saves."""
+        self._versions_ahead: dict[str, int] = {}
         """Versions of the arrays that were read ahead."""
 
     def read_ahead(self) -> None:
-        """Queue the loads of the first spans, as far as memory is free; call `go_on` or `drop` next.
+        """Queue the loads of the first spans, as far as there is free memory; call `resume` or `drop` next.
 
         Raises UsageError while another pass changes one of their shards in place.
         """
         try:
             while self._plans and sum(len(loaded.loads) for loaded in self._loaded) < _MAX_LOADS_AHEAD:
                 for name in self._names(self._plans[0]):
-                    if name not in self._ahead and self._pass.mode_of(name) is not Mode.FILL:
+                    if name not in self._versions_ahead and self._pass.mode_of(name) is not Mode.FILL:
                         self._tiers[name].begin(name, Mode.READ)
-                        self._ahead[name] = self._tiers[name].version(name)
+                        self._versions_ahead[name] = self._tiers[name].version(name)
                 if not self._load_next(wait=False):
                     break
         except BaseException:
             self.drop()
             raise
 
-    def go_on(self, admit: Admit | None = None, on_end: Callable[[int], None] | None = None) -> bool:
-        """Return whether the spans read ahead are still current, and `tiles` may continue with them; else they are dropped.
+    def resume(self, admit: Admit | None = None, on_end: Callable[[int], None] | None = None) -> bool:
+        """Return whether the spans read ahead are still current, so that `tiles` uses them; otherwise drop them.
 
-        `admit` and `on_end` as in `Pass`.
+        See `Pass` for `admit` and `on_end`.
         """
-        if any(self._tiers[name].version(name) != version for name, version in self._ahead.items()):
+        if any(self._tiers[name].version(name) != version for name, version in self._versions_ahead.items()):
             self.drop()
             return False
         self._pass = replace(self._pass, admit=admit, on_end=on_end)
@@ -249,14 +251,14 @@ class Stream:
         return [name for plan in batch for name in self._groups[plan.group]]
 
     def drop(self) -> None:
-        """Free the memory of the spans read ahead, once nothing is read into it any more."""
+        """Free the memory of the spans read ahead, as soon as their loads have ended."""
         while self._loaded:
             loaded = self._loaded.pop()
             if loaded.buffer is not None:
                 when_all_done(loaded.loads, loaded.buffer.release)
 
     def _begin_ahead(self) -> None:
-        """Begin the groups that have been read ahead; if one cannot be begun without waiting, start over."""
+        """Begin the groups that have been read ahead; if one cannot begin without waiting, drop them and start over."""
         for group in dict.fromkeys(plan.group for loaded in self._loaded for plan in loaded.batch):
             if not (self._admit(group) and self._begin(self._groups[group])):
                 self.drop()
@@ -264,11 +266,11 @@ class Stream:
                 return
 
     def tiles(self) -> Generator[Tile, None, None]:
-        """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps former versions if possible."""
-        return self._tiles_in_memory() if self._in_memory else self._tiles_of_all()
+        """Yield the tiles; see [Note: the pipeline]. A failed or abandoned pass keeps the previous versions if possible."""
+        return self._tiles_in_memory() if self._in_memory else self._tiles_pipelined()
 
     def _tiles_in_memory(self) -> Generator[Tile, None, None]:
-        """Yield the tiles of a pass over memory alone: groups begin and end one after another."""
+        """Yield the tiles of a pass over memory alone, whose groups begin and end one after another."""
         on_end, skipped = self._pass.on_end, set[int]()
         ok = False
         try:
@@ -285,11 +287,11 @@ class Stream:
                     on_end(plan.group)
             ok = True
         finally:
-            self._end(list(self._begun), ok)
+            self._end(list(self._active), ok)
 
-    def _tiles_of_all(self) -> Generator[Tile, None, None]:
+    def _tiles_pipelined(self) -> Generator[Tile, None, None]:
         ok = False
-        current: _Loaded | None = None
+        current: _LoadedBatch | None = None
         try:
             self._begin_ahead()
             while True:
@@ -313,39 +315,39 @@ class Stream:
             if batch[0].starts_group:
                 admitted = {plan.group: self._admit(plan.group) for plan in batch}
                 if None in admitted.values():
-                    self._leave_out({group for group, answer in admitted.items() if answer is None})
+                    self._skip_groups({group for group, is_admitted in admitted.items() if is_admitted is None})
                     continue
                 if not (all(admitted.values()) and self._begin(self._names(batch))):
                     return
             if not self._load_next(wait=not self._loaded):
                 return
 
-    def _leave_out(self, groups: set[int]) -> None:
+    def _skip_groups(self, groups: set[int]) -> None:
         """Skip groups that have not been started."""
         while self._plans and any(plan.group in groups for plan in self._plans[0]):
-            left = tuple(plan for plan in self._plans.popleft() if plan.group not in groups)
-            if left:
-                self._plans.appendleft(left)
+            remaining = tuple(plan for plan in self._plans.popleft() if plan.group not in groups)
+            if remaining:
+                self._plans.appendleft(remaining)
                 return
 
     def _load_next(self, *, wait: bool) -> bool:
-        """Queue the loads of the next batch; false without memory for it."""
-        batch = _Loaded(self._plans[0], self._pass, tiers=self._tiers, shards=self._shards)
-        buffer = self._take(batch.nbytes, wait=wait)
-        if buffer is None and batch.nbytes:
+        """Queue the loads of the next batch; return False if there is no memory for it."""
+        loaded = _LoadedBatch(self._plans[0], self._pass, tiers=self._tiers, shards=self._shards)
+        buffer = self._acquire(loaded.nbytes, wait=wait)
+        if buffer is None and loaded.nbytes:
             return False
         self._plans.popleft()
         try:
-            batch.load(buffer)
+            loaded.load(buffer)
         except BaseException:
             if buffer is not None:
                 buffer.release()
             raise
-        self._loaded.append(batch)
+        self._loaded.append(loaded)
         return True
 
     def _admit(self, group: int) -> bool | None:
-        """Ask whether the group may be begun; while nothing is loaded, wait for the answer. None: never."""
+        """Return whether the group may begin, or None if it must be skipped. If nothing is loaded, wait for the decision."""
         if self._pass.admit is None or self._pass.admit(group, False):
             return True
         if self._loaded:
@@ -354,11 +356,11 @@ class Stream:
         return True if self._pass.admit(group, True) else None
 
     def _begin(self, names: Sequence[str]) -> bool:
-        """Begin the pass over a group, before any memory is taken for it: the holder of a pin may need that memory.
+        """Begin the pass over a group, before any memory is acquired for it: the holder of a pin may need that memory.
 
-        False if a pin would have to be waited for while spans are loaded.
+        Returns False instead of waiting for a pin while spans are loaded.
         """
-        names = [name for name in names if name not in self._begun]
+        names = [name for name in names if name not in self._active]
         changed = (name for name in names if self._pass.mode_of(name) is not Mode.READ)
         if self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in changed):
             return False
@@ -366,11 +368,11 @@ class Stream:
         for name in names:
             tier = self._tiers[name]
             tier.begin(name, self._pass.mode_of(name))
-            self._begun[name] = tier
+            self._active[name] = tier
         self._counters.pin_wait_s += time.perf_counter() - started
         return True
 
-    def _take(self, nbytes: int, *, wait: bool) -> Buffer | None:
+    def _acquire(self, nbytes: int, *, wait: bool) -> Buffer | None:
         if nbytes == 0:
             return None
         if wait:
@@ -378,12 +380,12 @@ class Stream:
             buffer = self._pool.acquire(nbytes)
             self._counters.pool_wait_s += time.perf_counter() - started
             return buffer
-        # A pass that reads nothing gains nothing from memory taken ahead of use.
+        # A pass that reads nothing gains nothing from memory acquired ahead of use.
         if not self._reads or self._pool.held_bytes + nbytes > self._pool.nbytes * 3 // 4:
             return None
         return self._pool.try_acquire(nbytes)
 
-    def _save(self, loaded: _Loaded) -> None:
+    def _save(self, loaded: _LoadedBatch) -> None:
         saves: list[Ticket[None]] = []
         try:
             loaded.save(saves)
@@ -393,16 +395,16 @@ class Stream:
             self._saves.extend(saves)
         while self._saves and self._saves[0].done():
             self._saves.popleft().wait()
-        ended = [plan.group for plan in loaded.batch if plan.ends_group]
-        for group in ended:
+        ended_groups = [plan.group for plan in loaded.batch if plan.ends_group]
+        for group in ended_groups:
             self._ending.append((group, self._saves))
-        if ended:
+        if ended_groups:
             self._saves = deque()
 
     def _end_groups(self, *, wait: bool) -> None:
-        """End the groups whose saves are done, in order; with `wait` all of them."""
+        """End the groups whose saves are done, in order; with `wait`, wait for all of them."""
         while self._ending and (wait or all(ticket.done() for ticket in self._ending[0][1])):
-            # Waited for even when they are done: errors are raised here. `_finish` settles the others.
+            # Waits even if they are done, to raise their errors. `_finish` waits for the other groups.
             group, saves = self._ending[0]
             self._counters.write_wait_s += _wait_all(saves)
             self._ending.popleft()
@@ -410,7 +412,7 @@ class Stream:
                 self._end(self._groups[group], True)
                 self._pass.on_end(group)
 
-    def _finish(self, current: _Loaded | None, ok: bool) -> None:
+    def _finish(self, current: _LoadedBatch | None, ok: bool) -> None:
         for loaded in [*([current] if current is not None else []), *self._loaded]:
             for ticket in loaded.loads:
                 ticket.error()
@@ -418,12 +420,12 @@ class Stream:
                 loaded.buffer.release()
         for ticket in [*self._saves, *(ticket for _, saves in self._ending for ticket in saves)]:
             ticket.error()
-        self._end(list(self._begun), ok)
+        self._end(list(self._active), ok)
 
     def _end(self, names: Sequence[str], ok: bool) -> None:
         errors: list[Exception] = []
         for name in names:
-            tier = self._begun.pop(name, None)
+            tier = self._active.pop(name, None)
             if tier is None or self._pass.mode_of(name) is Mode.READ:
                 continue
             try:
@@ -435,7 +437,7 @@ class Stream:
 
 
 def _wait_all(tickets: Iterable[Ticket[None]]) -> float:
-    """Wait for all `tickets` and return the seconds that took; raises the first error."""
+    """Wait for all `tickets`, and return how many seconds that took; raises the first error."""
     started = time.perf_counter()
     for ticket in tickets:
         ticket.wait()

@@ -1,4 +1,4 @@
-"""A pass over whole arrays of a store, by `for` or `async for`, read ahead and stored in the background."""
+"""An iterator over whole arrays of a store that prefetches arrays and stores changes in the background."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ T = TypeVar("T")
 Mode = Literal["update", "read"]
 
 
-class Unreported:
-    """Unfinished operations, and operations whose error has not been reported yet."""
+class PendingTickets:
+    """Tickets of operations that are unfinished, or whose error has not been reported yet."""
 
     def __init__(self) -> None:
         self._tickets: dict[object, Ticket[Any]] = {}
 
     def add(self, ticket: Ticket[T]) -> Ticket[T]:
-        """Return the operation's ticket for the caller, which reports it."""
+        """Track an operation; return the ticket for the caller, which stops being tracked once it is observed."""
         key = object()
-        for other, one in list(self._tickets.items()):
-            if one.done() and one.error() is None:
-                self._tickets.pop(other, None)
+        for old_key, old_ticket in list(self._tickets.items()):
+            if old_ticket.done() and old_ticket.error() is None:
+                self._tickets.pop(old_key, None)
 
         def observed() -> None:
             self._tickets.pop(key, None)
             ticket.mark_observed()
 
-        given = self._tickets[key] = Ticket(ticket.future, observed)
-        return given
+        tracked = self._tickets[key] = Ticket(ticket.future, observed)
+        return tracked
 
     def all(self) -> list[Ticket[Any]]:
-        """Return their tickets, in the order of addition."""
+        """Return the tickets, in the order of addition."""
         return list(self._tickets.values())
 
 
-class Values:
-    """A pass over whole arrays: an iterator of (name, value), with `for` or `async for`. Made by `Store.stream`.
+class ArrayIterator:
+    """An iterator over (name, value) pairs of whole arrays, for `for` or `async for`. Created by `Store.stream`.
 
-    A loop may exit at any value, which is stored like the others.
+    A loop may exit at any value, which is then stored like the others.
     """
 
     def __init__(
@@ -60,73 +60,73 @@ class Values:
         prefetch: int,
         mode: Mode,
     ) -> None:
-        self._next_arrays = list(reversed(arrays))
+        self._remaining = list(reversed(arrays))
         self._read, self._write = read, write
         """Read an array into `out`; replace it by a value."""
         self._shards, self._submit, self._prefetch, self._mode = shards, submit, prefetch, mode
         self._pool: Pool | None = None
-        self._ahead: list[tuple[str, Buffer, Ticket[Any]]] = []
-        self._writes = Unreported()
+        self._prefetched: list[tuple[str, Buffer, Ticket[Any]]] = []
+        self._writes = PendingTickets()
         self._current: tuple[str, Buffer, Any] | None = None
         """The loop's current array."""
         self._closed = False
         self._lock = threading.Lock()
-        """Guards advancing: a task that was cancelled may have left its advance running."""
+        """Guards the state: a cancelled task may have left `_load_next_array` running."""
 
     def __iter__(self) -> Generator[tuple[str, Any], None, None]:
         try:
-            while self._advance():
-                yield self._hand_out()
-                self._retire()
+            while self._load_next_array():
+                yield self._next_item()
+                self._store_current()
         finally:
             self.close()
 
     def __aiter__(self) -> AsyncIterator[tuple[str, Any]]:
-        return _AsyncPass(self)
+        return _AsyncIterator(self)
 
     async def _anext(self) -> tuple[str, Any]:
-        self._retire()  # at once: the loop's next requests follow it
-        if not await self._submit(self._advance):
+        self._store_current()  # before anything else, so that requests of the loop body follow it
+        if not await self._submit(self._load_next_array):
             await self._submit(self.close)
             raise StopAsyncIteration
-        return self._hand_out()
+        return self._next_item()
 
-    def _leave(self) -> None:
-        """End the pass of an exited loop; `flush` raises the error of a change."""
+    def _end_abandoned(self) -> None:
+        """End the pass of a loop that was exited early; `flush` raises the error of a change."""
         if not self._closed:
             with contextlib.suppress(KeyError, UsageError):  # the array was removed
-                self._retire()
+                self._store_current()
             with contextlib.suppress(RuntimeError):  # the store is closed
                 self._submit(self.close)
 
-    def _advance(self) -> bool:
+    def _load_next_array(self) -> bool:
         """Read ahead, and wait for the next array; return whether there is one."""
         with self._lock:
             self._read_ahead()
-            if self._ahead:
-                self._ahead[0][2].wait()
-            return bool(self._ahead)
+            if self._prefetched:
+                self._prefetched[0][2].wait()
+            return bool(self._prefetched)
 
     def _read_ahead(self) -> None:
-        while self._next_arrays and len(self._ahead) <= self._prefetch:
-            array = self._next_arrays[-1]
+        while self._remaining and len(self._prefetched) <= self._prefetch:
+            array = self._remaining[-1]
             spec, nbytes = array.spec, max(1, array.spec.nbytes)
             pool = self._pool = self._pool or self._make_pool()
-            buffer = pool.try_acquire(nbytes) if self._ahead else pool.acquire(nbytes)
+            buffer = pool.try_acquire(nbytes) if self._prefetched else pool.acquire(nbytes)
             if buffer is None:
                 return
-            self._next_arrays.pop()
+            self._remaining.pop()
             data = buffer.bytes[: spec.nbytes].view(numpy_dtype(spec.dtype))
             ticket = self._read(spec.name, out=shaped(data, spec.shape, array.is_torch))
-            self._ahead.append((spec.name, buffer, ticket))
+            self._prefetched.append((spec.name, buffer, ticket))
 
-    def _hand_out(self) -> tuple[str, Any]:
-        name, buffer, ticket = self._ahead.pop(0)
+    def _next_item(self) -> tuple[str, Any]:
+        name, buffer, ticket = self._prefetched.pop(0)
         self._current = name, buffer, ticket.wait()
         return name, self._current[2]
 
-    def _retire(self) -> None:
-        """Store the array that the loop is done with."""
+    def _store_current(self) -> None:
+        """Store the current array, whose loop iteration has ended."""
         if self._current is None:
             return
         (name, buffer, value), self._current = self._current, None
@@ -136,28 +136,30 @@ class Values:
             self._writes.add(self._write(name, value)).when_done(buffer.release)
 
     def _make_pool(self) -> Pool:
-        """Return memory for the arrays in use, read ahead, and being stored, within the budget."""
-        sizes = sorted((round_up(max(1, array.spec.nbytes), PAGE_BYTES) for array in self._next_arrays), reverse=True)
-        wanted, free = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
+        """Return memory for the current array, the prefetched ones and the ones being stored, within the budget."""
+        sizes = sorted((round_up(max(1, array.spec.nbytes), PAGE_BYTES) for array in self._remaining), reverse=True)
+        needed_bytes, free_bytes = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
         return self._shards.make_pool(
-            wanted if free is None else max(sizes[0], min(wanted, free // PAGE_BYTES * PAGE_BYTES))
+            needed_bytes
+            if free_bytes is None
+            else max(sizes[0], min(needed_bytes, free_bytes // PAGE_BYTES * PAGE_BYTES))
         )
 
     def close(self) -> None:
         """End the pass: store the current value, and wait for pending operations; a second call does nothing.
 
-        Raises the error of a failed change; so does `flush`, since an exited loop does not see this one.
+        Raises the error of a failed change. `flush` raises it too, because an exited loop does not see this exception.
         """
         self._closed = True
         with self._lock:
-            self._next_arrays.clear()
-            self._retire()
-            for _, buffer, ticket in self._ahead:
+            self._remaining.clear()
+            self._store_current()
+            for _, buffer, ticket in self._prefetched:
                 ticket.wait_for_end()
                 buffer.release()
-            self._ahead.clear()
+            self._prefetched.clear()
             errors = [error for ticket in self._writes.all() if (error := ticket.error()) is not None]
-            self._writes = Unreported()
+            self._writes = PendingTickets()
             if self._pool is not None:
                 self._shards.drop_pool(self._pool)
                 self._pool = None
@@ -165,10 +167,10 @@ class Values:
             raise errors[0]
 
 
-class _AsyncPass:
-    """The iterator of `async for`: a loop that is left stores its value before any later request."""
+class _AsyncIterator:
+    """The iterator of `async for`: when the loop exits early, its current value is stored before any later request."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: ArrayIterator) -> None:
         self._values = values
 
     def __aiter__(self) -> AsyncIterator[tuple[str, Any]]:
@@ -178,4 +180,4 @@ class _AsyncPass:
         return self._values._anext()
 
     def __del__(self) -> None:
-        self._values._leave()
+        self._values._end_abandoned()

@@ -1,4 +1,4 @@
-"""The tiers of a shard: device, host and disk, with one contract."""
+"""The tiers of shards: device, host and disk, with one interface."""
 
 from .base import ChunkSpan, Mode, Snapshot, Tier, TierName, Tile
 from .disk import DiskTier, Drives

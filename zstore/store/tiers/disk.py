@@ -1,14 +1,15 @@
-"""The disk tier: shard files in a run folder, replaced by new versions once published.
+"""The disk tier: shard files in a run folder; a file that a checkpoint has linked is replaced by a new version.
 
 [Note: versions]
-Each shard is one file in the run folder, with a number in its name. While that file is neither pinned nor published, a pass
-changes it in place. Once it is pinned, a pass writes another file and makes it the current one when it ends: a published file
-is never written again. A table in memory decides, never link counts. A superseded published file loses its name in the run
-folder (the checkpoint's link keeps the bytes); any other is kept for the next version.
+Each shard is one file in the run folder, with a number in its name. While the file is neither pinned nor published (linked
+by a checkpoint), a pass changes it in place. Otherwise a pass writes another file, which becomes the current one when the
+pass ends: a published file is never written again. This state is kept in memory and not derived from link counts. A
+superseded published file is unlinked from the run folder (the checkpoint's link keeps the bytes); any other superseded file
+is kept as a spare for the next version.
 
-A chunk that was never written has no checksum in the table and reads as zeros without touching the disk. A checkpoint's
-file with the same layout can be adopted: a link to it becomes the current version, published, and verified when it is
-read. Small shards share files: see [Note: shared files].
+A chunk that was never written has no checksum and reads as zeros without touching the disk. A checkpoint's file of the
+same layout can be adopted: a link to it becomes the current version, published, and verified when it is read. Small shards
+share files: see [Note: shared files].
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ...format.arrays import Array, Bytes, Grid, LocalShard
 from ...format.shardfile import finish_slots, layout_of
 from ...io.queue import Priority, Ticket, wait_all
 from ...io.shards import IoResources, ShardSummary, make_shard_file
-from .base import ChunkSpan, Mode, Piece, Tier, View, being_changed, new_version
+from .base import ChunkSpan, Mode, Piece, Tier, View, busy_error, new_version
 from .diskfiles import (
     DiskFile,
     DiskShard,
@@ -39,10 +40,10 @@ from .diskfiles import (
     checked_views,
     fill_file,
     is_packed,
+    merge_runs,
     read_elements,
     read_slots,
     run_file_bytes,
-    runs_of,
     write_slots,
 )
 
@@ -54,14 +55,14 @@ if TYPE_CHECKING:
 class Drives:
     """Folders on the drives that shards are spread over: a new shard goes to the folder with the fewest bytes."""
 
-    usual: tuple[Path, ...]
+    default: tuple[Path, ...]
     groups: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
-    """Other folders by the first part of an array's name."""
+    """Folders to use instead for some arrays, by the first part of the array's name."""
     assigned_bytes: Counter[Path] = field(default_factory=Counter)
 
     def choose(self, name: str, nbytes: int) -> Path:
         """Return the folder for `nbytes` of array `name`; deterministic for a given order of calls."""
-        folders = self.groups.get(name.split("/", 1)[0], self.usual)
+        folders = self.groups.get(name.split("/", 1)[0], self.default)
         chosen = min(folders, key=lambda folder: self.assigned_bytes[folder])
         self.assigned_bytes[chosen] += nbytes
         return chosen
@@ -84,9 +85,9 @@ class DiskTier(Tier):
         self.packs_small = False
         """Whether small shards created from now on share files."""
         self._reserves = reserves
-        """Whether a shard's file is created with the shard, rather than on the first write."""
+        """Whether a shard's file is created with the shard, rather than by its first write."""
         self._packs: dict[tuple[Path, str], Pack] = {}
-        """Packs by folder and kind of arrays."""
+        """Packs by folder and kind of array."""
         self._numbers = count()
         self._lock = threading.RLock()
 
@@ -107,16 +108,16 @@ class DiskTier(Tier):
             shard = DiskShard(local, layout, folder, part, pack)
         else:
             path = self._new_path(folder, local.spec.name)
-            shard = DiskShard(local, layout, folder, DiskFile(path, crcs, layout.data_offset, made=False))
+            shard = DiskShard(local, layout, folder, DiskFile(path, crcs, layout.data_offset, exists=False))
             if self._reserves:
-                self._make(shard, shard.current)
+                self._create_file(shard, shard.current)
         self._shards[local.spec.name] = shard
 
-    def _make(self, shard: DiskShard, file: DiskFile) -> None:
+    def _create_file(self, shard: DiskShard, file: DiskFile) -> None:
         """Create a file unless it exists."""
-        if not file.made and shard.layout.num_present:
+        if not file.exists and shard.layout.num_present:
             make_shard_file(self._res, file.path, shard.layout)
-        file.made = True
+        file.exists = True
 
     def folders(self) -> dict[str, Path]:
         """Return the folder of each shard, by array."""
@@ -124,21 +125,21 @@ class DiskTier(Tier):
 
     def remove(self, name: str) -> None:
         with self._lock:
-            shard = self._at_rest(name)
-        if shard.pack is None:  # a shard whose file cannot be removed stays as it was
-            self._drop_spare(shard)
+            shard = self._idle_shard(name)
+        if shard.pack is None:  # first: if the file cannot be removed, the shard remains
+            self._remove_spare(shard)
             self._res.files.unlink(shard.current.path)
         with self._lock:
             del self._shards[name]
             layout = shard.layout
             self._drives.assigned_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
         if shard.pack is None:
-            with contextlib.suppress(StorageError):  # the shard was removed; `close` removes the rest
-                self._drop_spare(shard)  # a version that was being read in the meantime
-        elif len(shard.in_use) == 1:  # else an earlier version is read there
-            shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
+            with contextlib.suppress(StorageError):  # the shard was removed; `close` removes leftovers
+                self._remove_spare(shard)  # a version that was being read in the meantime
+        elif len(shard.in_use) == 1:  # otherwise an earlier version is still being read
+            shard.pack.free_region(shard.current.base, layout.num_present * layout.slot_bytes)
 
-    def _drop_spare(self, shard: DiskShard) -> None:
+    def _remove_spare(self, shard: DiskShard) -> None:
         with self._lock:
             spare, shard.spare = shard.spare, None
         if spare is not None:
@@ -146,30 +147,30 @@ class DiskTier(Tier):
 
     def rename(self, name: str, local: LocalShard) -> None:
         with self._lock:
-            shard = self._at_rest(name)
+            shard = self._idle_shard(name)
             for file in (shard.current, shard.spare):
-                if file is not None and file.made and shard.layout.num_present and shard.pack is None:
+                if file is not None and file.exists and shard.layout.num_present and shard.pack is None:
                     path = self._new_path(shard.folder, local.spec.name)
                     self._res.files.rename(file.path, path)
                     file.path = path
             shard.local, shard.current.version = local, new_version()
             self._shards[local.spec.name] = self._shards.pop(name)
 
-    def _at_rest(self, name: str) -> DiskShard:
+    def _idle_shard(self, name: str) -> DiskShard:
         shard = self._shards[name]
         if shard.target is not None or shard.current.pins:
-            raise being_changed(name)
+            raise busy_error(name)
         return shard
 
     def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
-        """Let the shard file `path`, which is never written again, become the current version of a shard with no pass
-        in progress; return False if it cannot be linked. `crcs` are the checksums of its chunks."""
+        """Make the shard file `path`, which must never be written again, the current version of a shard that no pass is
+        changing; return False if it cannot be linked. `crcs` are the checksums of its chunks."""
         shard = self._shards[name]
         if len(crcs) != shard.layout.num_present:
             raise UsageError(f"array {name!r}: expected {shard.layout.num_present} checksums, got {len(crcs)}")
         with self._lock:
             if shard.target is not None:
-                raise being_changed(name)
+                raise busy_error(name)
             if shard.pack is not None:
                 return False
             link = self._new_path(shard.folder, name)
@@ -177,10 +178,10 @@ class DiskTier(Tier):
                 self._res.files.link(path, link)
             except OSError:
                 return False
-            former = shard.current
+            previous = shard.current
             shard.current = DiskFile(link, list(crcs), shard.layout.data_offset, published=True, origin=path)
             shard.broken = False
-            self._retire(shard, former)
+            self._release_file(shard, previous)
         return True
 
     def version(self, name: str) -> int:
@@ -197,19 +198,20 @@ class DiskTier(Tier):
             )
         with self._lock:
             if shard.target is shard.current or (shard.target is not None and mode is not Mode.READ):
-                raise being_changed(name)
+                raise busy_error(name)
             if mode is not Mode.READ:
-                frozen = shard.current.pins > 0 or shard.current.published
-                target = self._next_file(shard) if frozen else shard.current
+                is_immutable = shard.current.pins > 0 or shard.current.published
+                target = self._next_file(shard) if is_immutable else shard.current
                 if make:
-                    self._make(shard, target)
-                shard.target, shard.touched = target, False
-                if not frozen:
+                    self._create_file(shard, target)
+                shard.target, shard.has_writes = target, False
+                if not is_immutable:
                     shard.current.version = new_version()
         return shard
 
     def _next_file(self, shard: DiskShard) -> DiskFile:
-        """Return a file for the next version: the spare renamed, or one yet to be created; for a pack, a free region."""
+        """Return a file for the next version: the spare, renamed, or a file yet to be created; in a pack, a region of a
+        free generation."""
         if shard.pack is not None:
             free = next(number for number in count() if number not in shard.in_use)
             path = shard.pack.make(free)
@@ -219,10 +221,10 @@ class DiskTier(Tier):
         if spare is not None:
             self._res.files.rename(spare.path, path)
             shard.spare = None
-        return DiskFile(path, [None] * shard.layout.num_present, shard.layout.data_offset, made=spare is not None)
+        return DiskFile(path, [None] * shard.layout.num_present, shard.layout.data_offset, exists=spare is not None)
 
     def _new_path(self, folder: Path, name: str) -> Path:
-        """Return a path that was never used before: a file of a removed shard of that name may still be pinned."""
+        """Return a path that was never used before: the file of a removed shard of that name may still be pinned."""
         stem = quote(name, safe="")
         if len(stem) > 200:
             stem = f"{stem[:150]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
@@ -240,7 +242,7 @@ class DiskTier(Tier):
         for piece in pieces:
             shard = self._shards[piece.name]
             if all(shard.current.crcs[chunk] is None for chunk in piece.span.chunks):
-                piece.of(memory)[:] = 0
+                piece.slice_of(memory)[:] = 0
             else:
                 parts.append((shard, shard.current, piece))
         self._submit(_read, parts, memory, priority, tickets)
@@ -252,46 +254,46 @@ class DiskTier(Tier):
     def save(self, pieces: Sequence[Piece], memory: Bytes, tickets: list[Ticket[None]]) -> None:
         """Start writing pieces from `memory`; see `load`."""
         shards = [self._shards[piece.name] for piece in pieces]
-        parts = [(shard, self._touch(shard), piece) for shard, piece in zip(shards, pieces, strict=True)]
+        parts = [(shard, self._writable_file(shard), piece) for shard, piece in zip(shards, pieces, strict=True)]
         self._submit(_write, parts, memory, Priority.WRITE_BACK, tickets)
 
     def _submit(
         self, move: _Move, parts: Sequence[_Part], memory: Bytes, priority: Priority, tickets: list[Ticket[None]]
     ) -> None:
-        """Queue one operation per piece, or one for all pieces of a kind that share files."""
-        together: dict[object, list[_Part]] = {}
+        """Queue one operation per piece, or one for all packed pieces of a kind."""
+        by_file: dict[object, list[_Part]] = {}
         for part in parts:
             shard, _, piece = part
-            together.setdefault(shard if shard.pack is None else piece.kind, []).append(part)
-        for some in together.values():
-            task, nbytes = partial(move, self._res, some, memory), sum(piece.nbytes for _, _, piece in some)
-            tickets.append(self._res.queue.submit(task, priority, nbytes, subject=some[0][2].kind))
+            by_file.setdefault(shard if shard.pack is None else piece.kind, []).append(part)
+        for group in by_file.values():
+            task, nbytes = partial(move, self._res, group, memory), sum(piece.nbytes for _, _, piece in group)
+            tickets.append(self._res.queue.submit(task, priority, nbytes, subject=group[0][2].kind))
 
     def replace(self, name: str, data: Array) -> None:
-        """Set all values of a shard that has a separate file, from `data` itself: a pass without a consumer."""
+        """Set all values of a shard that has a separate file, directly from `data`, in a pass without a consumer."""
         shard, ok = self._begin(name, Mode.FILL, make=self._reserves), False
         try:
-            fill_file(self._res, shard, self._touch(shard), data)
+            fill_file(self._res, shard, self._writable_file(shard), data)
             ok = True
         finally:
             self.end(name, ok)
 
     def read(self, name: str, first: int, stop: int, out: Array) -> bool:
-        """Read local elements `[first, stop)` of a shard that has a separate file into `out` itself. False if part was
-        never written or a checksum differs; a pass then reports the details."""
+        """Read local elements `[first, stop)` of a shard that has a separate file directly into `out`. Return False if
+        parts of the shard were never written or a checksum differs; a pass then reports the details."""
         shard = self._begin(name, Mode.READ, make=False)
         return read_elements(self._res, shard, shard.current, first, stop, out)
 
-    def _touch(self, shard: DiskShard) -> DiskFile:
-        """Return the file that the running pass writes."""
+    def _writable_file(self, shard: DiskShard) -> DiskFile:
+        """Return the file that the running pass writes to."""
         if shard.target is None:
             raise UsageError(
                 f"array {shard.local.spec.name!r}: a span can only be saved in a pass that changes the shard"
             )
-        shard.touched = True
+        shard.has_writes = True
         return shard.target
 
-    def place(self, name: str) -> tuple[str, int]:
+    def file_position(self, name: str) -> tuple[str, int]:
         shard = self._shards[name]
         return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
 
@@ -305,21 +307,21 @@ class DiskTier(Tier):
             if target is None:
                 return
             if target is shard.current:
-                shard.broken = not ok and (shard.touched or shard.broken)
+                shard.broken = not ok and (shard.has_writes or shard.broken)
             elif ok:
-                former, shard.current, shard.broken = shard.current, target, False
-                self._retire(shard, former)
+                previous, shard.current, shard.broken = shard.current, target, False
+                self._release_file(shard, previous)
             else:
-                self._retire(shard, target)
+                self._release_file(shard, target)
 
-    def _retire(self, shard: DiskShard, file: DiskFile) -> None:
+    def _release_file(self, shard: DiskShard, file: DiskFile) -> None:
         """Release a file that is no longer the current version, once it is unpinned."""
         if file.pins or file is shard.current:
             return
         if shard.pack is not None:
             shard.in_use.discard(file.generation)
             return
-        is_free = file.made and not file.published
+        is_free = file.exists and not file.published
         if self._shards.get(shard.local.spec.name) is shard and is_free and shard.spare is None and file.crcs:
             shard.spare = file
         elif file.crcs:
@@ -331,13 +333,13 @@ class DiskTier(Tier):
             raise UsageError(f"array {name!r}: an earlier update failed partway: load a checkpoint before saving one")
         with self._lock:
             if shard.target is shard.current:
-                raise being_changed(name)
-            self._make(shard, shard.current)
+                raise busy_error(name)
+            self._create_file(shard, shard.current)
             shard.current.pins += 1
             return DiskPin(self, shard, shard.current)
 
     def next_bytes(self, names: Iterable[str]) -> Counter[Path]:
-        """Return, by folder, the bytes of new files needed to change these shards while their current versions are
+        """Return, by folder, the bytes of the new files needed to change these shards while their current versions are
         pinned."""
         needed: Counter[Path] = Counter()
         packs: dict[Pack, Path] = {}
@@ -354,10 +356,10 @@ class DiskTier(Tier):
         """Drop one pin of `file`."""
         with self._lock:
             file.pins -= 1
-            self._retire(shard, file)
+            self._release_file(shard, file)
 
     def close(self) -> None:
-        """Removes the files, since nothing in the run folder outlives the run."""
+        """Remove the files: nothing in the run folder outlives the run."""
         for pack in self._packs.values():
             pack.close()
         for shard in [shard for shard in self._shards.values() if shard.pack is None]:
@@ -368,24 +370,24 @@ class DiskTier(Tier):
 
 
 def _runs(parts: Sequence[_Part]) -> list[PackRun]:
-    places = []
+    transfers = []
     for shard, file, piece in parts:
         offset = shard.offset(file, piece.span.first_chunk)
-        places.append(PackRun(path=file.path, offset=offset, first=piece.first, nbytes=piece.nbytes))
-    return runs_of(places)
+        transfers.append(PackRun(path=file.path, offset=offset, memory_offset=piece.memory_offset, nbytes=piece.nbytes))
+    return merge_runs(transfers)
 
 
 def _read(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
     for run in _runs(parts):
-        read_slots(res, run.path, run.offset, run.of(memory))
+        read_slots(res, run.path, run.offset, run.slice_of(memory))
 
 
 def _write(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
-    crcs = [finish_slots(piece.of(memory), shard.layout) for shard, _, piece in parts]
+    crcs = [finish_slots(piece.slice_of(memory), shard.layout) for shard, _, piece in parts]
     for run in _runs(parts):
-        write_slots(res, run.path, run.offset, run.of(memory))
-    for (_, file, piece), found in zip(parts, crcs, strict=True):
-        file.crcs[piece.span.first_chunk : piece.span.first_chunk + piece.span.num_chunks] = found
+        write_slots(res, run.path, run.offset, run.slice_of(memory))
+    for (_, file, piece), piece_crcs in zip(parts, crcs, strict=True):
+        file.crcs[piece.span.first_chunk : piece.span.first_chunk + piece.span.num_chunks] = piece_crcs
 
 
 class DiskPin:
@@ -405,7 +407,7 @@ class DiskPin:
         raise UsageError(f"array {self.local.spec.name!r}: a shard on disk can only be published as a whole file")
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """See PinnedShard; empty unless the whole shard has been written."""
+        """See `PinnedShard`; empty unless the whole shard has been written."""
         self._require_layout(grid, shard)
         return tuple([] if None in self.file.crcs else [crc for crc in self.file.crcs if crc is not None])
 
@@ -429,16 +431,16 @@ class DiskPin:
             )
 
     def _link(self, res: IoResources, path: str | Path) -> bool:
-        """Link the file to `path`; false if links are not supported."""
+        """Link the file to `path`; return False if links are not supported."""
         with self._shard.lock:
-            before = self.file.published
-            # Marked first: once the link exists, the file must not be written again.
+            was_published = self.file.published
+            # Set first: once the link exists, the file must not be written again.
             self.file.published = True
             try:
                 res.files.link(self.file.path, path)
             except OSError:
                 # Another save may have linked it already.
-                self.file.published = before
+                self.file.published = was_published
                 return False
         return True
 

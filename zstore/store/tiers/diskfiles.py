@@ -1,16 +1,16 @@
-"""A shard's files in the run folder, its own or shared with other small shards, and transfers of its spans.
+"""A shard's files in the run folder, separate or shared with other small shards, and transfers of their spans.
 
 See [Note: versions] in `disk`.
 
 [Note: shared files]
-A shard of 64 to 256 KiB would be a separate request. Those whose arrays are of one kind (the first part of the name)
-are neighbours in one file, a pack, in the order of their creation, which is the order of passes: each has a region, whole slots
-without an index. A pass transfers several groups of them in one buffer, laid out as in the file, so that adjacent regions are
-one request. A checkpoint's file is written from the region, which cannot be linked.
+A shard of 64 to 256 KiB would be a separate request. Shards whose arrays are of the same kind (the first part of the name)
+are adjacent in one file, a pack, in the order of their creation, which is the order of passes. Each shard has a region of
+whole slots, without an index. A pass transfers several groups in one buffer, laid out as in the file, so that adjacent
+regions are one request. A checkpoint's file is written from the region, which cannot be linked.
 
-A version is a region of a generation: a file of the same regions, made when pins need it. While a shard's version is pinned a
-pass writes its region of another generation. A snapshot pins all, so all change to the same generation and stay adjacent;
-regions that are not, since some were pinned separately, only take more requests.
+A pack has generations: files with the same regions, created when pins need them. A version of a shard is its region in one
+generation; while it is pinned, a pass writes the shard's region in another. A snapshot pins all shards, so all of them move
+to the same generation and stay adjacent; regions that are not, because some were pinned separately, take more requests.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ...io.shards import FillRuns, IoResources, ShardReader, ShardWriter, write_
 from .base import ChunkSpan, Mode, View, new_version
 
 PACKED_BYTES = 256 * 1024
-"""Shards whose values are fewer bytes share a file."""
+"""Shards whose values take fewer bytes can share a file."""
 MANY_SMALL = 64
-"""From this many small shards on they share files: the requests of fewer cost less than links to their files save."""
+"""With at least this many small shards, they share files. With fewer, links to separate files save more than packs do."""
 
 
 def is_packed(nbytes: int) -> bool:
@@ -43,18 +43,18 @@ def is_packed(nbytes: int) -> bool:
 
 
 def run_file_bytes(layout: ShardLayout, *, packed: bool) -> int:
-    """Return a shard's bytes in the run folder: of its file, or of its part of one."""
+    """Return the bytes that a shard takes in the run folder: of its file, or of its region in a pack."""
     return layout.file_bytes - (layout.data_offset if packed else 0)
 
 
 class Pack:
-    """The generations of one file of regions; `path(n)` is the path of number n. Usable from any thread."""
+    """The files of regions that small shards share, one per generation. Usable from any thread."""
 
     def __init__(self, files: Files, folder: Path, kind: str) -> None:
         self._files = files
         self._stem = folder / f"{kind}-pack"
         self._reserved: list[int] = [0]
-        """Bytes that the file of each generation has."""
+        """Bytes reserved for the file of each generation."""
         self.nbytes = 0
         """Bytes up to the end of the last region."""
         self._free: dict[int, list[int]] = {}
@@ -62,7 +62,7 @@ class Pack:
         self._lock = threading.Lock()
 
     def path(self, generation: int) -> Path:
-        """Return the file of a generation."""
+        """Return the path of a generation's file."""
         return self._stem.with_name(f"{self._stem.name}.{generation}.shard")
 
     def add(self, nbytes: int) -> int:
@@ -74,18 +74,18 @@ class Pack:
             self.nbytes += nbytes
             return self.nbytes - nbytes
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """Let a region be used by another shard of that size."""
+    def free_region(self, offset: int, nbytes: int) -> None:
+        """Make a region available to another shard of that size."""
         with self._lock:
             self._free.setdefault(nbytes, []).append(offset)
 
     def missing_bytes(self, generation: int) -> int:
-        """Return the bytes that `make` of the generation takes on the drive."""
-        made = self._reserved[generation] if generation < len(self._reserved) else 0
-        return max(self.nbytes - made, 0)
+        """Return the bytes that `make` would reserve for a generation."""
+        reserved = self._reserved[generation] if generation < len(self._reserved) else 0
+        return max(self.nbytes - reserved, 0)
 
     def make(self, generation: int) -> Path:
-        """Return the file of a generation, with space for every region."""
+        """Return the path of a generation's file, after reserving space for every region."""
         with self._lock:
             while len(self._reserved) <= generation:
                 self._reserved.append(0)
@@ -116,98 +116,101 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class PackRun:
-    """Bytes of one file, from `offset` on, in the same order in memory."""
+    """Bytes of one file, from `offset` on, that are also contiguous in memory."""
 
     path: Path
     offset: int
-    first: int
+    memory_offset: int
     """Their offset in memory."""
     nbytes: int
 
-    def of(self, memory: Bytes) -> Bytes:
-        """Return them."""
-        return memory[self.first : self.first + self.nbytes]
+    def slice_of(self, memory: Bytes) -> Bytes:
+        """Return its bytes."""
+        return memory[self.memory_offset : self.memory_offset + self.nbytes]
 
 
-def runs_of(places: Iterable[PackRun]) -> list[PackRun]:
-    """Return as few runs as cover `places`."""
-    found: list[PackRun] = []
-    for place in sorted(places, key=lambda one: (str(one.path), one.offset)):
-        last = found[-1] if found else None
-        if last and (last.path, last.offset + last.nbytes, last.first + last.nbytes) == (
+def merge_runs(places: Iterable[PackRun]) -> list[PackRun]:
+    """Return `places` with adjacent ones merged."""
+    merged: list[PackRun] = []
+    for place in sorted(places, key=lambda run: (str(run.path), run.offset)):
+        last = merged[-1] if merged else None
+        if last and (last.path, last.offset + last.nbytes, last.memory_offset + last.nbytes) == (
             place.path,
             place.offset,
-            place.first,
+            place.memory_offset,
         ):
-            found[-1] = PackRun(path=last.path, offset=last.offset, first=last.first, nbytes=last.nbytes + place.nbytes)
+            merged[-1] = PackRun(
+                path=last.path, offset=last.offset, memory_offset=last.memory_offset, nbytes=last.nbytes + place.nbytes
+            )
         else:
-            found.append(place)
-    return found
+            merged.append(place)
+    return merged
 
 
 @dataclass(eq=False)
 class DiskFile:
-    """One file of the run folder, or a part of one. `crcs[i]` is the checksum of chunk i, None if it was never written."""
+    """A file of the run folder, or a region of a pack. `crcs[i]` is the checksum of chunk i, None if never written."""
 
     path: Path
     crcs: list[int | None]
     base: int
     """Offset of chunk 0."""
     generation: int = 0
-    """For a part of a pack: the number of its file."""
-    made: bool = True
-    """Whether it exists; else the first pass that changes it creates it."""
+    """For a region of a pack: the number of the generation."""
+    exists: bool = True
+    """Whether the file exists; otherwise the first pass that changes it creates it."""
     pins: int = 0
     published: bool = False
     version: int = field(default_factory=new_version)
     origin: Path | None = None
-    """The checkpoint's file that it links to, if it was adopted."""
+    """The checkpoint's file that it is a link to, if it was adopted."""
 
 
 @dataclass(eq=False)
 class DiskShard:
-    """A shard and its files. `target` is what a pass writes; `spare` waits for the next version."""
+    """A shard and its files. `target` is the file that a pass writes to; `spare` is kept for the next version."""
 
     local: LocalShard
     layout: ShardLayout
     folder: Path
     current: DiskFile
     pack: Pack | None = None
-    """The file of its versions' parts; None: each has a separate file."""
+    """The pack with its versions; None if each version has a separate file."""
     in_use: set[int] = field(default_factory=lambda: {0})
-    """Generations of a pack in which it has a version."""
+    """Generations of the pack in which it has a version."""
     target: DiskFile | None = None
     spare: DiskFile | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the file is linked."""
-    touched: bool = False
-    """The running pass has saved data."""
+    has_writes: bool = False
+    """Whether the running pass has saved data."""
     broken: bool = False
+    """Whether an update in place failed partway, so the values are lost."""
 
     def offset(self, file: DiskFile, chunk: int) -> int:
-        """Return where a chunk begins in a file of the shard."""
+        """Return the offset of a chunk in a file of the shard."""
         return file.base + chunk * self.layout.slot_bytes
 
 
 def fill_file(res: IoResources, shard: DiskShard, file: DiskFile, data: Array) -> None:
-    """Write all values of a shard from `data` itself, creating the file if it is missing."""
+    """Write all values of a shard directly from `data`, creating the file if it is missing."""
     local, layout = shard.local, shard.layout
     source = FillRuns.of(data.view(np.uint8), local.spec.itemsize, local.shard * local.grid.shard_numel)
     what = file.path, local.spec, local.grid, local.shard
-    if file.made:
+    if file.exists:
         file.crcs = [*ShardWriter(res, *what, Priority.WRITE_BACK).write(0, layout.num_present, source)]
     else:
         file.crcs = [*write_shard(replace(res, sync=False), *what, source, Priority.WRITE_BACK).crcs]
-        file.made = True
+        file.exists = True
 
 
 def read_elements(res: IoResources, shard: DiskShard, file: DiskFile, first: int, stop: int, out: Array) -> bool:
-    """Read local elements `[first, stop)` into `out` itself; false unless the whole shard has been written, and is intact."""
+    """Read local elements `[first, stop)` directly into `out`; return False unless the shard is complete and intact."""
     local, crcs = shard.local, [crc for crc in file.crcs if crc is not None]
     if len(crcs) < shard.layout.num_present:
         return False
     reader = ShardReader(res, file.path, local.spec, local.grid, local.shard, check=False)
-    reader.expect(crcs)
+    reader.expect_crcs(crcs)
     base = local.shard * local.grid.shard_numel
     with contextlib.suppress(CorruptionError):
         reader.read(base + first, base + stop, out.view(np.uint8))
@@ -218,32 +221,32 @@ def read_elements(res: IoResources, shard: DiskShard, file: DiskFile, first: int
 def checked_views(
     res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes, mode: Mode
 ) -> Iterator[View]:
-    """Yield each chunk, verified unless it will be filled; seal it when the next is requested unless it was only read."""
+    """Yield a view of each chunk, verified unless `mode` is FILL; unless it is READ, seal it when the next is requested."""
     layout, local = shard.layout, shard.local
     slots, stored = slot_views(buffer, layout), stored_crcs(buffer, layout)
     payloads = slots[:, : layout.payload_bytes]
     crcs: list[int] = stored.tolist()
-    known = file.crcs[span.first_chunk : span.first_chunk + span.num_chunks]
-    left = local.valid_numel - span.first_chunk * local.grid.chunk_numel
+    expected_crcs = file.crcs[span.first_chunk : span.first_chunk + span.num_chunks]
+    remaining = local.valid_numel - span.first_chunk * local.grid.chunk_numel
     for number, (payload, view) in enumerate(zip(payloads, payloads.view(numpy_dtype(local.spec.dtype)), strict=True)):
         if mode is not Mode.FILL:
-            if known[number] is None:
+            if expected_crcs[number] is None:
                 payload[:] = 0
-            elif res.verify and not crcs[number] == known[number] == checksum(payload):
-                raise _damage(shard, file, span.first_chunk + number, slots[number])
-        is_whole = left >= view.size
-        yield view if is_whole else view[:left]
+            elif res.verify and not crcs[number] == expected_crcs[number] == checksum(payload):
+                raise _corruption_error(shard, file, span.first_chunk + number, slots[number])
+        is_whole = remaining >= view.size
+        yield view if is_whole else view[:remaining]
         if mode is not Mode.READ:
             if not is_whole:
-                view[left:] = 0
+                view[remaining:] = 0
             crcs[number] = checksum(payload)
-        left -= view.size
+        remaining -= view.size
     if mode is not Mode.READ:
         stored[:] = crcs
 
 
-def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> CorruptionError:
-    """Return the error of a chunk that differs from the last write."""
+def _corruption_error(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> CorruptionError:
+    """Return the error for a chunk that differs from the last write."""
     name, where = shard.local.spec.name, str(file.origin or file.path)
     try:
         verify_slots(slot, shard.layout, chunk, path=where, array=name, base=file.base)
@@ -258,12 +261,12 @@ def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> Corrup
 
 
 def read_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:
-    """Fill `slots` from the file's `offset` on."""
+    """Fill `slots` from the file, starting at `offset`."""
     with res.files.opened(path) as opened:
         res.files.read_into(opened, slots, offset)
 
 
 def write_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:
-    """Write `slots` from the file's `offset` on."""
+    """Write `slots` to the file, starting at `offset`."""
     with res.files.opened(path, write=True) as opened:
         res.files.write_from(opened, slots, offset)

@@ -1,4 +1,4 @@
-"""The host and the device tier: shards in memory, changed in place, pinned in place."""
+"""The host and device tiers: shards in memory, which passes change in place and pins protect in place."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from ...format.arrays import Bytes, Grid, LocalShard, numpy_dtype, round_up
 from ...io.memory import HUGE_PAGE_BYTES, Budget, make_slab
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
-from .base import ChunkSpan, Mode, Tier, View, being_changed, copy_out, new_version
+from .base import ChunkSpan, Mode, Tier, View, busy_error, copy_out, new_version
 
 if TYPE_CHECKING:
     import torch
 
 
 MEMORY_TILE_NUMEL = 512 * 1024
-"""Elements of a tile if all arrays are in memory, about: few enough that an update's data stays in cache."""
+"""Approximate elements of a tile if all arrays are in memory: few enough that an update's data stays in cache."""
 DEVICE_TILE_NUMEL = 16 * 1024 * 1024
-"""Elements of a tile of device memory: enough that its work takes longer than requesting it."""
+"""Elements of a tile of device memory: enough that its kernels take longer than their launch."""
 _SLAB_BYTES = 32 * HUGE_PAGE_BYTES
 """Bytes of a slab that small shards share."""
 _ALIGN_BYTES = 64
 _DIRECT_BYTES = 512
-"""Shards begin at a multiple: files are then written from their memory, and read into it, without a copy."""
+"""Alignment of shards in a slab: direct I/O then needs no copy."""
 
 
 def shared_bytes(nbytes: int) -> int:
-    """Return the bytes that a shard in host memory takes of a slab shared with others; 0 if it has its own memory."""
+    """Return the bytes that a shard in host memory takes in a slab shared with others; 0 if it has separate memory."""
     return round_up(nbytes, _DIRECT_BYTES) if nbytes < HUGE_PAGE_BYTES else 0
 
 
 class MemoryTier(Tier):
-    """Shards as 1-D memory of their unpadded elements. An updater waits until pins are released."""
+    """Shards as 1-D memory of their unpadded elements. A pass that changes a shard waits until its pins are released."""
 
     tile_numel = MEMORY_TILE_NUMEL
     owns_memory = False
-    """Whether the memory is the host's and only passes access it: files are then written from it without a copy."""
+    """Whether it is host memory that only passes access, so that files can be written from it without a copy."""
 
     def __init__(self) -> None:
         self._shards: dict[str, LocalShard] = {}
@@ -54,7 +54,7 @@ class MemoryTier(Tier):
         self._stopped = False
         self._failing: set[str] = set()
         """Arrays whose changes stop waiting for a pin."""
-        self._unpinned = threading.Condition()
+        self._pin_released = threading.Condition()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
         """Register the shard; see `Tier.create`."""
@@ -72,57 +72,57 @@ class MemoryTier(Tier):
         raise UsageError(f"array {local.spec.name!r}: only the device tier can use the caller's memory")
 
     def remove(self, name: str) -> None:
-        with self._unpinned:
-            self._require_rest(name)
+        with self._pin_released:
+            self._require_idle(name)
             del self._shards[name], self._memory[name], self._pins[name], self._versions[name]
 
     def rename(self, name: str, local: LocalShard) -> None:
-        with self._unpinned:
-            self._require_rest(name)
+        with self._pin_released:
+            self._require_idle(name)
             del self._shards[name], self._pins[name], self._versions[name]
             self._memory[local.spec.name] = self._memory.pop(name)
             self._shards[local.spec.name], self._pins[local.spec.name] = local, 0
             self._versions[local.spec.name] = new_version()
 
-    def _require_rest(self, name: str) -> None:
+    def _require_idle(self, name: str) -> None:
         if name in self._changing or self._pins[name]:
-            raise being_changed(name)
+            raise busy_error(name)
 
     def is_pinned_in_place(self, name: str) -> bool:
         return self._pins[name] > 0
 
     def version(self, name: str) -> int:
-        """Code that has the memory may write to it without another version."""
+        """Return the version. Code that has the memory may write to it without changing the version."""
         return self._versions[name]
 
     def begin(self, name: str, mode: Mode) -> None:
-        with self._unpinned:
+        with self._pin_released:
             if mode is not Mode.READ:
                 self._begin_change(name)
             elif name in self._changing and self._pins[name] == 0:
-                raise being_changed(name)
+                raise busy_error(name)
 
     @contextlib.contextmanager
     def changing(self, names: Sequence[str]) -> Iterator[None]:
-        """Change several shards in a `with` block, or none of them."""
-        begun: list[str] = []
+        """Mark several shards as being changed during a `with` block; if one cannot be, none is."""
+        changing: list[str] = []
         try:
-            with self._unpinned:
+            with self._pin_released:
                 if self._changing.isdisjoint(names) and not any(map(self._pins.__getitem__, names)):
-                    begun.extend(names)
+                    changing.extend(names)
                     self._changing.update(names)
                     self._versions.update(dict.fromkeys(names, new_version()))
-                for name in names if not begun else ():
+                for name in names if not changing else ():
                     self._begin_change(name)
-                    begun.append(name)
+                    changing.append(name)
             yield
         finally:
-            with self._unpinned:
-                self._changing.difference_update(begun)
+            with self._pin_released:
+                self._changing.difference_update(changing)
 
     def _begin_change(self, name: str) -> None:
         if name in self._changing:
-            raise being_changed(name)
+            raise busy_error(name)
         self._changing.add(name)
         if self._pins[name]:
             self._wait_for_unpinning(name)
@@ -130,7 +130,7 @@ class MemoryTier(Tier):
 
     def _wait_for_unpinning(self, name: str) -> None:
         try:
-            self._unpinned.wait_for(lambda: not self._pins[name] or self._stopped or name in self._failing)
+            self._pin_released.wait_for(lambda: not self._pins[name] or self._stopped or name in self._failing)
             if self._pins[name]:
                 raise UsageError(f"array {name!r}: the store was closed while a change waited for a snapshot of it")
         except BaseException:
@@ -149,41 +149,41 @@ class MemoryTier(Tier):
         return memory if first == 0 and stop == self._shards[name].valid_numel else memory[first:stop]
 
     def end(self, name: str, ok: bool) -> None:
-        """Memory is changed in place, so a failed pass leaves its changes."""
-        with self._unpinned:
+        """End a pass. Memory is changed in place, so the changes of a failed pass remain."""
+        with self._pin_released:
             self._changing.discard(name)
 
     def pin(self, name: str) -> MemoryPin:
-        with self._unpinned:
+        with self._pin_released:
             if name in self._changing and self._pins[name] == 0:
-                raise being_changed(name)
+                raise busy_error(name)
             self._pins[name] += 1
             return MemoryPin(self, self._shards[name], self._memory[name], self._versions[name])
 
     def unpin(self, name: str) -> None:
         """Drop one pin of the shard."""
-        with self._unpinned:
+        with self._pin_released:
             self._pins[name] -= 1
-            self._unpinned.notify_all()
+            self._pin_released.notify_all()
 
     def fail_waiting(self, names: Iterable[str]) -> None:
-        """Fail the changes of shards that wait for a pin now."""
-        with self._unpinned:
+        """Fail the changes of these shards that are waiting for a pin now."""
+        with self._pin_released:
             self._failing = {name for name in self._changing.intersection(names) if self._pins[name]}
-            self._unpinned.notify_all()
+            self._pin_released.notify_all()
 
     def stop_waiting(self) -> None:
-        """Fail the changes that wait for a pin, now and later: the holder of the pin may itself wait for the end."""
-        with self._unpinned:
+        """Fail all changes that wait for a pin, now and later: the holder of the pin may be waiting for `close` itself."""
+        with self._pin_released:
             self._stopped = True
-            self._unpinned.notify_all()
+            self._pin_released.notify_all()
 
     def close(self) -> None:
         self._memory.clear()
 
 
 class HostTier(MemoryTier):
-    """Shards in host memory, made by `make` and counted against `budget`."""
+    """Shards in host memory, allocated by `make` and counted against `budget`."""
 
     name = "host"
     owns_memory = True
@@ -191,18 +191,18 @@ class HostTier(MemoryTier):
     def __init__(self, budget: Budget | None = None, make: Callable[[int], Bytes] = make_slab) -> None:
         super().__init__()
         self._budget = budget or Budget()
-        self._make = make
+        self._allocate_slab = make
         self._slab = make_slab(0)
         self._slab_used = 0
-        self._left_bytes: int | None = None
-        """Bytes of slabs for future shards; None: not known."""
+        self._unused_bytes: int | None = None
+        """Bytes of slabs that future shards will take; None if unknown."""
         self._lock = threading.Lock()
 
-    def expect(self, nbytes: int) -> None:
-        """Let small shards take `nbytes` of slabs in the end (the sum of their `shared_bytes`), including existing ones: the
-        last slab is no larger."""
-        present = sum(shared_bytes(local.nbytes) for local in self._shards.values())
-        self._left_bytes = max(0, nbytes - present)
+    def expect_shared_bytes(self, nbytes: int) -> None:
+        """Set the total `shared_bytes` of all small shards, existing ones included, so that the last slab is no larger than
+        needed."""
+        existing_bytes = sum(shared_bytes(local.nbytes) for local in self._shards.values())
+        self._unused_bytes = max(0, nbytes - existing_bytes)
 
     def _allocate(self, local: LocalShard) -> View:
         nbytes, shared = round_up(local.nbytes, _ALIGN_BYTES), shared_bytes(local.nbytes)
@@ -212,21 +212,21 @@ class HostTier(MemoryTier):
             )
             self._budget.take(nbytes)
             data = self._share(shared) if shared else None
-        if data is None:  # without the lock: others may pin theirs in the meantime
-            data = self._make(nbytes)
+        if data is None:  # without the lock, so that other threads can allocate concurrently
+            data = self._allocate_slab(nbytes)
         return data[: local.nbytes].view(numpy_dtype(local.spec.dtype))
 
     def _share(self, nbytes: int) -> Bytes:
         if nbytes > self._slab.size - self._slab_used:
-            left_bytes = _SLAB_BYTES if self._left_bytes is None else self._left_bytes or HUGE_PAGE_BYTES
-            self._slab, self._slab_used = self._make(min(max(left_bytes, nbytes), _SLAB_BYTES)), 0
+            slab_bytes = _SLAB_BYTES if self._unused_bytes is None else self._unused_bytes or HUGE_PAGE_BYTES
+            self._slab, self._slab_used = self._allocate_slab(min(max(slab_bytes, nbytes), _SLAB_BYTES)), 0
         start, self._slab_used = self._slab_used, self._slab_used + nbytes
-        if self._left_bytes is not None:
-            self._left_bytes = max(0, self._left_bytes - nbytes)
+        if self._unused_bytes is not None:
+            self._unused_bytes = max(0, self._unused_bytes - nbytes)
         return self._slab[start : self._slab_used]
 
     def remove(self, name: str) -> None:
-        """The memory of a small shard is free once its neighbours' is."""
+        """Remove the shard. The memory of a small shard is freed with its slab."""
         nbytes = self._shards[name].nbytes
         super().remove(name)
         self._budget.release(round_up(nbytes, _ALIGN_BYTES))
@@ -256,25 +256,25 @@ class DeviceTier(MemoryTier):
         return torch.zeros(local.valid_numel, dtype=getattr(torch, local.spec.dtype), device=self._device)
 
     def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
-        """Keep a shard in other memory, which has its values, or without memory."""
-        with self._unpinned:
-            self._require_rest(name)
+        """Keep a shard in other memory, which already has its values, or without memory."""
+        with self._pin_released:
+            self._require_idle(name)
             self._memory[name] = None if memory is None else self._adopt(self._shards[name], memory)
 
     def _adopt(self, local: LocalShard, memory: torch.Tensor) -> View:
         import torch
 
-        wanted = getattr(torch, local.spec.dtype)
-        if memory.shape != (local.valid_numel,) or memory.dtype != wanted or not memory.is_contiguous():
+        dtype = getattr(torch, local.spec.dtype)
+        if memory.shape != (local.valid_numel,) or memory.dtype != dtype or not memory.is_contiguous():
             raise UsageError(
-                f"array {local.spec.name!r}: expected contiguous memory of {local.valid_numel} elements of {wanted}, "
+                f"array {local.spec.name!r}: expected contiguous memory of {local.valid_numel} elements of {dtype}, "
                 f"got shape {tuple(memory.shape)} of {memory.dtype}"
             )
         return memory.detach()
 
 
 class MemoryPin:
-    """A pinned shard in memory; a change of the shard waits for `release`."""
+    """A pinned shard in memory; changes of the shard wait for `release`."""
 
     has_file = False
 
@@ -296,7 +296,7 @@ class MemoryPin:
         copy_out(self._memory[low : low + stop - first], out)
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
-        """As `publish`, on any grid whose shard is within this one."""
+        """Copy the elements into `out`, on any grid whose shard is within this one."""
         self._require_within(grid, shard)
         first = shard * grid.shard_numel
         self.fill(first, first + grid.shard_valid_numel(shard), out)
@@ -307,7 +307,7 @@ class MemoryPin:
         return write_shard(res, path, self.local.spec, grid, shard, self._runs(), priority)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """Reads the memory, so that it shows the changes of writers other than passes."""
+        """Compute the checksums from the memory, so that changes made outside of passes are noticed."""
         self._require_within(grid, shard)
         return checksum_shard(res, self.local.spec, grid, shard, self._runs())
 
@@ -319,8 +319,8 @@ class MemoryPin:
         first = shard * grid.shard_numel
         low, high = self.local.base, self.local.base + self.local.valid_numel
         valid = grid.shard_valid_numel(shard)
-        same = (grid.rows, grid.row_numel) == (self.local.grid.rows, self.local.grid.row_numel)
-        if not same or (valid > 0 and not low <= first <= first + valid <= high):
+        same_rows = (grid.rows, grid.row_numel) == (self.local.grid.rows, self.local.grid.row_numel)
+        if not same_rows or (valid > 0 and not low <= first <= first + valid <= high):
             raise UsageError(
                 f"array {self.local.spec.name!r}: elements [{first}, {first + valid}) of shard {shard} are not in the "
                 f"pinned shard [{low}, {high})"
