@@ -444,12 +444,11 @@ class ActivationOffload:
 
 
 def make_tier(config: Config, store: Store, transfers: Transfers, pool_bytes: int) -> ActivationTier | None:
-    """Return the config's tier of activations, with buffers of `pool_bytes` for the disk; None if they stay on the device, as
-    with tier "host" if the CPU computes."""
+    """Return the config's tier of offloaded activations, with buffers of `pool_bytes` for the disk; None for host memory if
+    the CPU computes the model."""
     if config.activations == "disk":
         return DiskPieces(store, transfers, pool_bytes)
-    on_host = config.activations == "host" and not transfers.streams.device_is_host
-    return HostPieces(store, transfers) if on_host else None
+    return None if transfers.streams.device_is_host else HostPieces(store, transfers)
 
 
 active_offload: ContextVar[ActivationOffload | None] = ContextVar("active_offload", default=None)

@@ -658,7 +658,8 @@ class Engine(nn.Module):
     @property
     def lr_scheduler(self) -> Any:
         """The scheduler that `initialize` returned, if any."""
-        return self.training_state.schedule.scheduler
+        schedule = self.training_state.schedule
+        return None if schedule is None else schedule.scheduler
 
     @property
     def training_dataloader(self) -> TrainingLoader | None:

@@ -144,7 +144,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             monitors.close()
             raise
         leave_to_engine(model)
-        return engine, engine.optimizer, loader, schedule.scheduler
+        return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _take_back(model: nn.Module, config: Config) -> None:
@@ -228,14 +228,15 @@ def _optimizer(
     return ZeroOptimizer(optimizer_from_config(config.settings.optimizer, parameters, model))
 
 
-def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> LRSchedule:
+def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> LRSchedule | None:
     if client is None:
         section = config.settings.scheduler
-        return LRSchedule(None if section is None else named_schedule(section, optimizer))
+        return None if section is None else LRSchedule(named_schedule(section, optimizer))
     if hasattr(client, "step") and not isinstance(client, type):
         return LRSchedule(client)
     if callable(client):
-        return LRSchedule(client(optimizer))
+        scheduler = client(optimizer)
+        return None if scheduler is None else LRSchedule(scheduler)
     raise UsageError(
         f"initialize(lr_scheduler=...): expected a scheduler or a function of the optimizer, got {type(client).__name__}"
     )

@@ -207,8 +207,9 @@ class Restore:
             on_host = tier == "host" or (tier == "device" and store.options.device == "cpu")
             is_direct = on_host and reader.array(name).spec.dtype == store.spec(name).dtype
             (direct if is_direct else others).append(one)
-        done = self._load_into_memory(reader, direct)
-        self._load_ahead(reader, others)
+        done = self._load_into_memory(reader, direct) if direct else set()
+        if others:
+            self._load_ahead(reader, others)
         return done
 
     def _load_into_memory(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
@@ -315,7 +316,7 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
 
     Raises CheckpointMismatchError, with all differences, if the checkpoint is of another model or optimizer.
     """
-    names = {r: state.arrays_of(r)[: None if options.optimizer else 1] for r in state.records}
+    names = {r: state.array_names[r][: None if options.optimizer else 1] for r in state.records}
     whole = {name: tuple(tensor.shape) for name, tensor in stored_whole(model, (r.parameter for r in state.records))}
     stored_as = _stored_names(model, reader)
     shapes = {name: reader.arrays[stored].spec.shape for name, stored in stored_as.items()}

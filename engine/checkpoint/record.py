@@ -239,7 +239,7 @@ def engine_record(training: Training) -> dict[str, Any]:
         "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
         "groups": [_settings(group) for group in training.optimizer.param_groups],
         "loss_scale": training.scaler.state() | {"rules": training.scaler.rules()},
-        "schedule": plain(training.schedule.state()),
+        "schedule": None if training.schedule is None else plain(training.schedule.state()),
         "data_position": None if training.loader is None else training.loader.position,
     }
 
@@ -267,7 +267,6 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     if not options.load_module_only:
         training.accumulation.batch = batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
         training.counters, training.earlier_samples = type(training.counters)(**record["counters"]), 0
-        training.accumulation.restart()
         saved = record["batch"]
         if not isinstance(saved, Mapping) or saved.get("accumulation_steps") != batch.accumulation_steps:
             training.counters.micro_steps = training.counters.global_steps * batch.accumulation_steps
@@ -289,7 +288,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     # In another precision it is 1, not a scale found by trials.
     if options.optimizer and record["precision"] == "fp16":
         training.scaler.load(record["loss_scale"])
-    if options.schedule and record["schedule"] is not None:
+    if options.schedule and training.schedule is not None and record["schedule"] is not None:
         training.schedule.load(restored(record["schedule"]))
 
 

@@ -242,7 +242,7 @@ class Checkpoints:
         state, store = training.state, training.state.store
         left_out = set(self._left_out(options))
         records = [one for one in state.records if one not in left_out]
-        arrays = [(one, name) for one in records for name in state.arrays_of(one)]
+        arrays = [(one, name) for one in records for name in state.array_names[one]]
         of_ranks = {name: state.grid_of_ranks(one, name) for one, name in arrays}
         grids = {name: state.grid_in_files(one, name) for one, name in arrays}
         pieces = {name: grid for name, grid in of_ranks.items() if grids[name] != grid}
@@ -251,7 +251,7 @@ class Checkpoints:
         try:
             state.transfers.synchronize()  # the save's threads read memory of the device
             for one in records:
-                pins |= training.update.tickets.pin(one, state.arrays_of(one))
+                pins |= training.update.tickets.pin(one, state.array_names[one])
             return SaveRequest(
                 resources=store.resources,
                 folder=folder,
@@ -291,7 +291,7 @@ class Checkpoints:
             existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
             if all(path.stat().st_dev != existing.stat().st_dev for path in drives):
                 return 0
-        changing = [name for one in training.trained for name in training.state.arrays_of(one)]
+        changing = [name for one in training.state.scalars for name in training.state.array_names[one]]
         return store.require_room(changing, num_stores=training.world.local_world_size)
 
     def wait(self) -> None:

@@ -147,7 +147,7 @@ class Config:
         return "skip" if self.precision == "fp16" or checked else self.zstore.non_finite_gradients
 
     @property
-    def moments(self) -> Moments:
+    def moment_type(self) -> Moments:
         """Type of the optimizer's moments."""
         section = self.settings.optimizer
         asked = self.settings.bf16.bf16_optimizer_states

@@ -20,7 +20,6 @@ import torch
 
 from zstore.errors import UsageError
 
-from ..config.config import Config
 from ..config.optimizers import reduced_slots
 from ..optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, Tensors
 from ..optim.rules import codecs
@@ -81,11 +80,8 @@ def _noise(device: torch.device, half: int) -> torch.Tensor:
     return noise.to(device, torch.int32)
 
 
-def _moment_codec(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotCodec | None:
-    """Return the codec if `zstore.moments` is bf16. Raises UsageError if an optimizer of a `kind` has no moment in the
-    store for it."""
-    if config.moments == "fp32":
-        return None
+def _moment_codec(kernels: Sequence[Kernel], kind: str) -> SlotCodec:
+    """Return the codec. Raises UsageError if an optimizer of a `kind` has no moment in the store for it."""
     if any(reduced_slots(kernel.slots) for kernel in kernels):
         return MomentCodec()
     raise UsageError(
@@ -94,4 +90,4 @@ def _moment_codec(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotC
     )
 
 
-codecs.append(_moment_codec)
+codecs["bf16"] = _moment_codec

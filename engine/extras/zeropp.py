@@ -321,7 +321,7 @@ def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: Worl
         found = replace(found, replica=SecondaryShards(world, config.secondary_size))
     if config.zero.zero_quantized_weights:
         found = replace(found, gathers=QuantizedGathers())
-    if config.zero.zero_quantized_gradients and sharding.gradients and world.world_size > 1 and not config.frozen:
+    if config.zero.zero_quantized_gradients and sharding.gradients and not config.frozen:
         # Two hops, the first within groups.
         near = config.secondary_size or world.local_world_size or world.world_size
         group_size = near if 1 < near < world.world_size and world.world_size % near == 0 else world.world_size

@@ -191,14 +191,10 @@ def register(rule: Rule) -> None:
 register(TILES)
 
 
-MakeCodec = Callable[[Config, Sequence[Kernel], str], SlotCodec | None]
-"""Returns the codec that a config selects for the kernels of an optimizer of this name; None: no codec."""
-codecs: list[MakeCodec] = []
-
-
-def codec_of(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotCodec:
-    """Return how slots are stored. Raises the errors of the registered functions."""
-    return next((codec for make in codecs if (codec := make(config, kernels, kind)) is not None), SlotCodec())
+MakeCodec = Callable[[Sequence[Kernel], str], SlotCodec]
+"""Returns the codec of the slots of these kernels, of an optimizer of this name."""
+codecs: dict[str, MakeCodec] = {"fp32": lambda _kernels, _kind: SlotCodec()}
+"""By the type that the config gives moments."""
 
 
 def classes() -> dict[str, Kind]:

@@ -72,6 +72,9 @@ class OptimizerState:
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
         """All parameters, in order."""
+        self.array_names: dict[ParameterRecord, list[str]] = {}
+        """Names of the arrays of each parameter in a checkpoint: the master, or the parameter if it is not trained, and the
+        slots in the kernel's order."""
         self.scalars: dict[ParameterRecord, Scalars] = {}
         """Step counts and similar scalars of each parameter that the optimizer updates."""
         self.spilled: dict[ParameterRecord, str] = {}
@@ -97,6 +100,8 @@ class OptimizerState:
         The rows of an offloaded parameter are in `record.stored_array` from now on, and it is released.
         """
         self.records.append(record)
+        slots = self.slots_of(record)
+        self.array_names[record] = [model_array(record.name), *(optimizer_array(s.name, record.name) for s in slots)]
         offloaded = placement.parameter != "device"
         # Fetched rows: only these cross from host memory to the device.
         tier: TierName = "pinned" if placement.parameter == "host" else placement.parameter
@@ -119,7 +124,7 @@ class OptimizerState:
         in_host_memory = placement.state != "device" or self.transfers.streams.device_is_host
         if self.host_ranks and in_host_memory and isinstance(self.kernels[record.group], FusedAdam):
             self.host = host_kernel()
-        for slot in self.slots_of(record):
+        for slot in slots:
             name = f"optimizer/{slot.name}"
             if slot.shape is None:
                 self._create(record, name, slot.dtype, placement.state)
@@ -258,7 +263,7 @@ class OptimizerState:
             return None
         if isinstance(kernel, TorchKernel) and self.transfers.streams.is_host(arrays[0]):
             return None
-        rest = arrays.pop() if len(arrays) > len(self.arrays_of(record)) else None
+        rest = arrays.pop() if len(arrays) > len(self.array_names[record]) else None
         return InPlace(
             names, arrays[0], arrays[1:], rest, casts=record.stored_array is None and not self.is_master(record)
         )
@@ -270,14 +275,10 @@ class OptimizerState:
                 if tile.group == len(groups) - 1 and tile.first == 0:
                     change()
 
-    def arrays_of(self, record: ParameterRecord) -> list[str]:
-        """Return the names of the master, or of the parameter if it is not trained, and of the slots in the kernel's order: the
-        parameter's arrays in a checkpoint."""
-        return [model_array(record.name), *(optimizer_array(slot.name, record.name) for slot in self.slots_of(record))]
-
     def all_arrays(self, record: ParameterRecord) -> Mapping[str, ModeName]:
-        """Return the names of `arrays_of`, and of the parameter's own rows if they are apart, with their modes in an update."""
-        modes: dict[str, ModeName] = dict.fromkeys(self.arrays_of(record), "update")
+        """Return the parameter's `array_names`, and the name of its own rows if they are separate, with their modes in an
+        update."""
+        modes: dict[str, ModeName] = dict.fromkeys(self.array_names[record], "update")
         if record.stored_array is not None:
             modes.setdefault(record.stored_array, "fill")
         return modes

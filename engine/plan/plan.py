@@ -278,7 +278,7 @@ def find_needs(
             secondary_numel=secondary_numel,
             whole_gradient=world_size > 1 and not sharding.gradients,
             state_ranks=world_size if sharding.optimizer_state else 1,
-            moments=config.moments,
+            moments=config.moment_type,
         )
 
     trained_in = DTYPES[config.precision]

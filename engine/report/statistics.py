@@ -204,7 +204,7 @@ def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
         resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0
         resident += 0 if record.shard is None else record.shard.nbytes
         own = record.group is None or state.is_master(record)
-        master, *slots = state.arrays_of(record)
+        master, *slots = state.array_names[record]
         kinds = {master: "parameters" if own else "master weights"} | dict.fromkeys(slots, "optimizer state")
         if record.stored_array is not None:
             kinds[record.stored_array] = "parameters"

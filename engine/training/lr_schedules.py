@@ -304,7 +304,7 @@ def named_schedule(section: SchedulerSection, optimizer: torch.optim.Optimizer) 
 
 
 class LRSchedule:
-    """Advances the engine's scheduler, if any, and keeps its state: one of ours, or one of torch's."""
+    """Advances the engine's scheduler and keeps its state: one of ours, or one of torch's."""
 
     def __init__(self, scheduler: Any) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -323,7 +323,7 @@ class LRSchedule:
         return getattr(self.scheduler, "last_epoch", None)
 
     def advance(self) -> None:
-        """Go on by one step, after the optimizer's; there is a scheduler."""
+        """Go on by one step, after the optimizer's."""
         if isinstance(self.scheduler, NamedSchedule):
             self.scheduler.advance()
             return
@@ -336,13 +336,12 @@ class LRSchedule:
         self.scheduler.step()
         self._seen = self._position()
 
-    def state(self) -> dict[str, Any] | None:
-        """Return the state for a checkpoint; None without a scheduler."""
-        state: dict[str, Any] | None = None if self.scheduler is None else self.scheduler.state_dict()
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state)
-            self._seen = self._position()
+        self.scheduler.load_state_dict(state)
+        self._seen = self._position()

@@ -55,7 +55,7 @@ class Training:
     """Identifies the training run; kept across resumes."""
     activations: ActivationOffload | None = None
     """None if activations stay on the device."""
-    schedule: LRSchedule = field(default_factory=lambda: LRSchedule(None))
+    schedule: LRSchedule | None = None
     loader: TrainingLoader | None = None
     compiled: CompiledUnits | None = None
     """None if no unit is compiled, or the whole model is."""
@@ -363,7 +363,7 @@ class Training:
                 _log.info("step %d skipped: its gradients are not finite%s", self.counters.global_steps, scale)
         if not skipped:
             self.optimizer.note_step()
-            if self.schedule.scheduler is not None:
+            if self.schedule is not None:
                 self.schedule.advance()
 
     def close(self) -> None:

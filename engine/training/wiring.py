@@ -15,7 +15,7 @@ from ..build.model import check_model, normalize_in_type_of_statistics, place_bu
 from ..build.store import BuiltModel, Layout, open_run_store, warn_of_fallbacks
 from ..config.config import Config
 from ..optim.optimizer import LossScaler, ZeroOptimizer, group_of_parameters
-from ..optim.rules import CLIENT, check_client, codec_of, rule_of
+from ..optim.rules import CLIENT, check_client, codecs, rule_of
 from ..optim.state import OptimizerState
 from ..optim.update import StepMode, Update
 from ..params.record import PRECISIONS, named_parameters
@@ -49,7 +49,7 @@ def wire(
     if rule is CLIENT:
         check_client(optimizer.client, config)
     kernels = [rule.kernel(optimizer.kind, group) for group in optimizer.param_groups]
-    codec = codec_of(config, kernels, optimizer.kind.__name__)
+    codec = codecs[config.moment_type](kernels, optimizer.kind.__name__)
     if config.zstore.gradient_checkpointing and not config.frozen:
         checkpoint_blocks(model)
     names = list(named_parameters(model))
@@ -85,8 +85,12 @@ def wire(
         warn_of_fallbacks(store, world)
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
-        exchanges, hooks = exchanges_of(config, sharding, world), None
-        tier = make_tier(config, store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
+        exchanges, hooks = exchanges_of(config, sharding, world) if world.world_size > 1 else Exchanges(), None
+        tier = (
+            None
+            if config.activations == "device"
+            else make_tier(config, store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
+        )
         if sharding.parameters:
             sharded = ShardedUnits(units, config, store, transfers, world=world, exchanges=exchanges)
             hooks = UnitHooks(model, sharded)

@@ -272,7 +272,7 @@ def register(maker: Maker) -> None:
 
 
 def exchanges_of(config: Config, sharding: Sharding, world: World) -> Exchanges:
-    """Return the exchanges of a run (all ranks)."""
+    """Return the exchanges of a run on several ranks (all ranks)."""
     found = Exchanges()
     for maker in _makers:
         found = maker(found, config, sharding, world)

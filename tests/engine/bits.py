@@ -188,8 +188,8 @@ def engine_digests(engine: Engine) -> dict[str, str]:
     for record in training.state.records:
         found[record.name] = digest(rows_at_rest(engine, record))
         if record.group is not None:
-            arrays = [as_torch(training.state.store.read(name).wait()) for name in training.state.arrays_of(record)]
-            for name, values in zip(training.state.arrays_of(record), arrays, strict=True):
+            arrays = [as_torch(training.state.store.read(name).wait()) for name in training.state.array_names[record]]
+            for name, values in zip(training.state.array_names[record], arrays, strict=True):
                 found[name] = digest(values)
     return found
 
@@ -214,7 +214,7 @@ def slot_digests(engine: Engine, reference: Reference) -> dict[str, str]:
         master = reference.masters[record.name]
         wholes = {record.name: reference.trained[record.name], f"model/{record.name}": master}
         found |= {name: digest(whole.reshape(-1)[slice(*record.owned_range)].clone()) for name, whole in wholes.items()}
-        for array in state.arrays_of(record)[1:] if master.grad is not None else ():
+        for array in state.array_names[record][1:] if master.grad is not None else ():
             slot, spec = reference.optimizer.state[master][array.split("/")[1]], state.store.spec(array)
             assert tuple(spec.shape) == tuple(slot.shape)
             slot = slot.to(getattr(torch, spec.dtype))  # moments in bf16, which the plain loop rounds

@@ -72,7 +72,7 @@ def take_steps(engine: Engine, count: int) -> None:
 
 def state_of(engine: Engine) -> dict[str, Any]:
     training = engine.training_state
-    scheduler = training.schedule.scheduler
+    scheduler = engine.lr_scheduler
     return {
         **engine_digests(engine),
         "buffer": digest(engine.get_buffer("module.shift")),

@@ -53,7 +53,7 @@ class LocalState:
         """Forget the last parameter group, and free its parameters' state."""
         for parameter, record in list(self.records.items()):
             if record.group == number:
-                for array in self.arrays.arrays_of(record):
+                for array in self.arrays.array_names.pop(record):
                     self.arrays.store.remove(array)
                 self.arrays.records.remove(record)
                 del self.records[parameter], self.arrays.scalars[record]
