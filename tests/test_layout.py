@@ -16,7 +16,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 31, "iteration": 36, "save": 37, "load": 46, "reshard": 24, "consolidate": 24, "initialize": 70}
+JOURNEYS = {"step": 31, "iteration": 36, "save": 33, "load": 44, "reshard": 24, "consolidate": 24, "initialize": 65}
 
 
 @cache
@@ -49,9 +49,9 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_725,
+        53_722,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_116),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_113),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_464),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_044),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
@@ -60,10 +60,10 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_000),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        19_598,
+        19_599,
     ),
     "files of the core": (lambda: len(_layout().core), 25),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 6_943),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 6_944),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
     "widest hub": (lambda: max(map(len, _layout().imports.values())), 21),
     "rooms inside engine": (lambda: _rooms("engine")[0], 16),
