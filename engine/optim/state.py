@@ -73,8 +73,7 @@ class OptimizerState:
         self.records: list[ParameterRecord] = []
         """All parameters, in order."""
         self.array_names: dict[ParameterRecord, list[str]] = {}
-        """Names of the arrays of each parameter in a checkpoint: the master, or the parameter if it is not trained, and the
-        slots in the kernel's order."""
+        """Arrays of each parameter in a checkpoint: the master (or the untrained parameter), and the kernel's slots."""
         self.scalars: dict[ParameterRecord, Scalars] = {}
         """Step counts and similar scalars of each parameter that the optimizer updates."""
         self.spilled: dict[ParameterRecord, str] = {}
