@@ -246,7 +246,7 @@ class Builder:
         for built in list(self._live.values()):
             if self._live_bytes <= live_bytes:
                 return
-            if (one := built.ref()) is not None and built.number not in (keep or ()) and _is_sole_owner(one):
+            if (one := built.ref()) is not None and built.number not in (keep or ()) and _uses(one) <= _SOLE_USES:
                 self.release(built, one)
 
     def release_all(self) -> None:
@@ -447,11 +447,6 @@ def _uses(parameter: nn.Parameter) -> int:
 
 _SOLE_USES = _uses(nn.Parameter(torch.empty(1)))
 """Uses of memory owned by a single parameter: one in torch 2.9, two in 2.13."""
-
-
-def _is_sole_owner(parameter: nn.Parameter) -> bool:
-    """Return whether only the parameter uses its memory."""
-    return _uses(parameter) <= _SOLE_USES
 
 
 _builders: weakref.WeakSet[Builder] = weakref.WeakSet()

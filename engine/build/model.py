@@ -199,18 +199,17 @@ def _save_companions(model: nn.Module, folder: Path) -> list[str]:
         messages.append(f"the checkpoint has no config of the model, which could not be written: {error}")
     loaded_from = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "-"))
     files, companions = Files(), Companions()
+    companions.add_named(loaded_from)
     for path in set(folder.iterdir()) - before:
+        companions.files.pop(path.name, None)  # the model's own is newer
         if path.is_file():
             files.sync_file(path)
-    companions.add_named(loaded_from)
     try:
         companions.copy_into_checkpoint(folder, files)
     except OSError as error:
         companions.skipped.append(str(error))
     if companions.skipped:
-        messages.append(
-            f"the checkpoint has not all files of the model in {loaded_from}: {', '.join(companions.skipped)}"
-        )
+        messages.append(f"files of {loaded_from} that are not in the checkpoint: {', '.join(companions.skipped)}")
     return messages
 
 

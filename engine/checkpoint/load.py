@@ -135,7 +135,11 @@ class Restore:
         """Replace the state by the checkpoint's, or raise on every rank; return the client's state."""
         training = self._training
         training.update.forget()
-        left_out = [*_short(_MISSING, plan.missing), *_short(_UNEXPECTED, plan.unexpected)]
+        unsaved = {model_array(name) for name in reader.record.absent_parameters}.intersection(plan.missing)
+        missing = [name for name in plan.missing if name not in unsaved]
+        left_out = [*_short(_MISSING, missing), *_short(_UNEXPECTED, plan.unexpected)]
+        if unsaved:
+            left_out.append(f"{len(unsaved)} frozen parameters, omitted by the save, keep the model's values")
         if left_out and training.world.rank == 0:
             _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in left_out))
         if reader.notes and training.world.rank == 0:
@@ -269,8 +273,8 @@ class Restore:
         derive_rng_state(self._training.config.settings.seed, step, world.rank)
         if world.rank == 0 and not reader.notes:  # which mention it
             _log.warning(
-                "the checkpoint was trained by %d ranks and is loaded by %d: random number generators are seeded again, from "
-                "seed %d, step %d and rank",
+                "the checkpoint is of world size %d, this run of %d: random number generators are seeded anew, from seed %d, "
+                "step %d and rank",
                 record.training_world_size,
                 world.world_size,
                 self._training.config.settings.seed,

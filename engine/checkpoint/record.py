@@ -350,7 +350,8 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
     if total % (micro * world_size):
         fitting = next((size for size in range(micro, 0, -1) if total % (size * world_size) == 0), None)
         nearest = (
-            f'write "train_micro_batch_size_per_gpu": {fitting}, which keeps it, {total // (fitting * world_size)} to a step'
+            f'set "train_micro_batch_size_per_gpu": {fitting}, {total // (fitting * world_size)} per step; with the Trainer, '
+            f"per_device_train_batch_size x gradient_accumulation_steps must be {total // world_size}"
             if fitting is not None
             else f"no micro-batch does among {world_size} ranks; it divides among "
             f"{', '.join(str(n) for n in range(1, min(total, _MAX_RANKS) + 1) if total % n == 0)}"

@@ -374,8 +374,8 @@ class RunJournal:
         before = decode_lines(file.tail)
         if before and before[-1]["kind"] != "end":
             _log.warning(
-                "the process that trained this run before wrote no end into its journal: it was killed, unless it still runs. "
-                "If memory ran out, `zstore plan --config` shows what to change"
+                "the journal has no end of the previous process of this run: it was killed, or is still running. If memory ran "
+                "out, `zstore plan --config` shows what to change"
             )
         if self._remote is not None and self._remote.is_service:
             self._tail = JournalTail(path, self._remote, self._run_id, file.begin_bytes, failed=self.writer.fail)

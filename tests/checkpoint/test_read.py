@@ -277,6 +277,9 @@ def test_what_is_not_there_is_answered_with_what_is(several: Path, tmp_path: Pat
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
         open_checkpoint(tmp_path)
+    shutil.copytree(several / "again", tmp_path / "checkpoint-9/again")  # a Trainer's
+    with pytest.raises(CheckpointNotFoundError, match=r"name a folder in it that has one, such as .*/checkpoint-9"):
+        open_checkpoint(tmp_path)
     (tmp_path / "zero_to_fp32.py").touch()
     with pytest.raises(CheckpointNotFoundError, match="checkpoint of DeepSpeed"):
         open_checkpoint(tmp_path)

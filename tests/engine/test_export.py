@@ -70,7 +70,9 @@ def test_files_are_those_of_consolidate(tmp_path: Path, world_size: int, cases: 
         assert one == files_of(base / "one2")
 
 
-def test_what_is_written_and_consolidated_loads_in_transformers_with_its_tokenizer(tmp_path: Path) -> None:
+def test_what_is_written_and_consolidated_loads_in_transformers_with_its_tokenizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     transformers = pytest.importorskip("transformers")
     own, words = tmp_path / "own", tokenizer()
     words.save_pretrained(own)
@@ -86,6 +88,7 @@ def test_what_is_written_and_consolidated_loads_in_transformers_with_its_tokeniz
         engine.save_checkpoint(str(tmp_path / "ckpt"))
         engine.save_16bit_model(tmp_path / "written", max_file_bytes=20_000)
         expected = engine.module_state_dict()
+    assert "not in the checkpoint" not in caplog.text  # the config is the model's own
     consolidate_command(tmp_path / "ckpt", tmp_path / "out", "bf16", LARGE)
     for folder in ("out", "written"):
         loaded, report = transformers.AutoModelForCausalLM.from_pretrained(

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
+from zstore.engine.checkpoint.record import batch_for
+from zstore.engine.config.resolve import BatchSizes
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
 from zstore.testing.ranks import run_ranks
 
@@ -140,6 +143,16 @@ def test_weights_load_where_the_batch_cannot_be_kept(saved: tuple[Path, dict[str
         names = ("embed.weight", "frozen.weight", "blocks.0.gain")
         expected = [value.float().sum().item() for n in names if (value := engine.get_full_parameter(n)) is not None]
     assert run_ranks(_fine_tune, 3, str(folder)) == [expected] * 3
+
+
+def test_the_batch_to_choose_is_named() -> None:
+    accumulation = SimpleNamespace(
+        named=None, batch=BatchSizes(train_batch_size=16, micro_batch_size=8, accumulation_steps=1)
+    )
+    training: Any = SimpleNamespace(world=SimpleNamespace(world_size=2), accumulation=accumulation)
+    micro, trainer = '"train_micro_batch_size_per_gpu": 4, 1 per step', "gradient_accumulation_steps must be 4"
+    with pytest.raises(CheckpointMismatchError, match=f"{micro}.*{trainer}"):
+        batch_for(training, {"train_batch_size": 8}, saved_world_size=1)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,6 +18,8 @@ from tests.integrations.trainers import VOCAB, config, llama, open_door, train
 from zstore.engine.adapters.deepspeed.engine import DeepSpeedEngine, initialize
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
+from zstore.tools.consolidate import consolidate_command
+from zstore.weights.files import Weight, plan_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -195,8 +197,29 @@ def _on_ranks(rank: int, folder: str) -> None:
         if rank == 0:
             before, after = (load_file(out / kind / ADAPTER) for kind in ("out", "again"))
             assert {k: torch.equal(before[k], after[k]) for k in before} == {k: "lora_A" in k for k in before}
+            consolidate_command(out / "checkpoint-2", out / "weights", "fp32")
+            assert torch.equal(logits(out / "weights", "LORA"), logits(out / "out", "LORA"))
         torch.distributed.barrier()
 
 
 def test_adapters_that_are_partly_frozen_are_saved_and_resumed_whole(tmp_path: Path) -> None:
     run_ranks(_on_ranks, 2, os.fspath(tmp_path))
+
+
+def test_a_consolidated_lora_has_the_names_of_peft(tmp_path: Path) -> None:
+    kinds = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(llama(), peft.LoraConfig(use_dora=True, **kinds), "mine")
+    model.save_pretrained(tmp_path / "plain", save_embedding_layers=False)
+    with zstore.initialize(model=model, config=STAGE_3)[0] as engine:
+        engine.save_checkpoint(tmp_path / "run", exclude_frozen_parameters=True)
+        consolidate_command(tmp_path / "run", tmp_path / "out", "fp32")
+    wanted, found = load_file(tmp_path / "plain/mine" / ADAPTER), load_file(tmp_path / "out" / ADAPTER)
+    assert sorted(found) == sorted(wanted)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    # Two adapters in one checkpoint, or a part of the model itself: no file of PEFT's has both.
+    names = [f"base_model.model.q.lora_A.{name}.weight" for name in ("one", "two")]
+    for others in (names, [names[0], "base_model.model.head.weight"]):
+        weights = [Weight(name=name, array=name, shape=(1,), dtype="float32") for name in others]
+        (layout,) = plan_model(weights, 2**20, {})
+        assert layout.name == "model.safetensors"
+        assert sorted(weight.name for weight in layout.weights) == sorted(others)

@@ -70,7 +70,8 @@ SAFETENSORS_DTYPES = {
 SUFFIX = ".safetensors"
 STEM = "model"
 """First part of the names of a model's files, as `from_pretrained` looks for them."""
-STEMS_OF_ONE_FILE = ("adapter_model", "pytorch_lora_weights")
+ADAPTER_STEM = "adapter_model"
+STEMS_OF_ONE_FILE = (ADAPTER_STEM, "pytorch_lora_weights")
 STEMS = (STEM, "diffusion_pytorch_model", *STEMS_OF_ONE_FILE)
 """The file names that transformers, diffusers and PEFT look for, in this order."""
 STEM_KEY = "weights_stem"

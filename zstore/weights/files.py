@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from ..checkpoint.layout import natural_key
 from ..errors import CheckpointError, CheckpointMismatchError
 from ..format.arrays import (
+    ADAPTER_STEM,
     SAFETENSORS_DTYPES,
     STEM,
     STEM_KEY,
@@ -41,6 +43,12 @@ from .cast import Overflow, cast_into
 
 MAX_FILE_BYTES = 5 * 1000**3
 """Bytes of weights in one file unless asked otherwise, as in transformers."""
+
+_LORA = re.compile(
+    r"(base_model\..+)(?:(\.lora_[AB])\.[^.]+(\.weight|\.bias)|(\.lora_embedding_[AB])\.[^.]+|"
+    r"(\.lora_magnitude_vector)\.[^.]+\.weight|\.modules_to_save\.[^.]+(\..+))"
+)
+"""Names of the parameters that LoRA trains; the groups joined are those in PEFT's files (`get_peft_model_state_dict`)."""
 
 _BLOCK_BYTES = 4 * 1024 * 1024
 _ALIGN_BYTES = 4096
@@ -81,10 +89,22 @@ class FileLayout:
 
 
 def plan_model(weights: Iterable[Weight], max_file_bytes: int, state: Mapping[str, Any]) -> list[FileLayout]:
-    """Return the files as `plan_files` does, with the names of the files that the checkpoint of `state` was made from."""
-    stem = state.get(STEM_KEY)
+    """Return the files as `plan_files` does, with the names of the files that the checkpoint of `state` was made from, or those
+    of PEFT for the weights of LoRA alone."""
+    weights, stem = list(weights), state.get(STEM_KEY)
     stem = stem if stem in STEMS else STEM
+    if lora := _named_by_peft(weights):
+        weights, stem = lora, ADAPTER_STEM
     return plan_files(weights, sys.maxsize if stem in STEMS_OF_ONE_FILE else max_file_bytes, stem)  # without an index
+
+
+def _named_by_peft(weights: Sequence[Weight]) -> list[Weight]:
+    """Return `weights` with the names of PEFT's own files, which omit the adapter's name; empty if other weights than those of
+    one LoRA adapter are among them."""
+    found = {weight.name: _LORA.fullmatch(weight.name) for weight in weights}
+    names = {name: match.expand(r"\1\2\3\4\5\6") for name, match in found.items() if match}
+    is_lora = len(set(names.values())) == len(weights) and any(".lora_" in name for name in names)
+    return [replace(weight, name=names[weight.name]) for weight in weights] if is_lora else []
 
 
 def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM) -> list[FileLayout]:
@@ -96,7 +116,7 @@ def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM)
     groups: list[list[Weight]] = [[]]
     size = header = 0
     for weight in _named(weights):
-        entry = _entry_bytes(weight)
+        entry = len(json.dumps(weight.name)) + len(str(weight.shape)) + 100  # its bytes in the header, at most
         if groups[-1] and (size + weight.nbytes > max_file_bytes or header + entry > _MAX_HEADER_BYTES):
             groups.append([])
             size = header = 0
@@ -127,11 +147,6 @@ def _named(weights: Iterable[Weight]) -> list[Weight]:
                 "or write a torch state dict (`zstore convert --to torch`)"
             )
     return ordered
-
-
-def _entry_bytes(weight: Weight) -> int:
-    """Return at least the bytes of a weight's entry in the header."""
-    return len(json.dumps(weight.name)) + len(str(weight.shape)) + 100
 
 
 def _lay_out(name: str, weights: Sequence[Weight]) -> FileLayout:
