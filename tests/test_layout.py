@@ -49,18 +49,18 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_721,
+        53_738,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_112),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_464),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_111),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_482),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_044),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 43_864),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 43_907),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_500),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_000),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        19_598,
+        19_597,
     ),
     "files of the core": (lambda: len(_layout().core), 25),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 6_943),
