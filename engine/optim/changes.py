@@ -1,21 +1,21 @@
-"""One optimizer step over the state: the change of each parameter, and the pass that carries it out.
+"""One optimizer step over the state: the change of each parameter, in place or in a pass over the store.
 
 [Note: the update]
-The state passes once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are the same on
-every tier, in every step mode and with any number of threads (see `side_by_side`). Phases, for each parameter that had a
-gradient on any rank, in order:
-1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
-2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
-   scalar (1 / loss scale, and the clip);
-3. the kernel changes master and slots in place, slots stored in another form through their codec (`SlotCodec`);
-4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills. In fp32 it
-   may be that memory; if its slots are in another memory, it is copied to them in phase 1 and back in phase 4.
+The state is read and written once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are
+the same on every tier, in every step mode and with any number of threads (see `side_by_side`). Each parameter that had a
+gradient on any rank goes through four phases:
+1. the store provides a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
+2. the gradient's rows, in memory or streamed from disk with the tile, are cast to fp32 and multiplied once by one fp32 scalar
+   (1 / loss scale, and the clip factor);
+3. the kernel updates master and slots in place; slots in another format go through their codec (`SlotCodec`);
+4. the master is cast to the parameter's weights: its memory, or an array that the pass writes. An fp32 master may be that
+   memory; if its slots are in another memory, it is copied there in phase 1 and back in phase 4.
 
-Parameters whose arrays are in one memory and stored as the kernel takes them need no pass, unless others do in the
-background, which keeps the order: phases 2 to 4 run over their memory (`OptimizerState.in_place`), many small parameters in
-one call of each of torch's kernels for lists of tensors, large ones in tiles. What a step does with which parameters is
-planned once (`UpdatePlan`, `_Batch`). In host memory one kernel, if available, runs phases 2 to 4 of Adam's tiles in one pass
-([Note: the host kernel]).
+Parameters whose arrays are in one memory, in the format of the kernel, are updated in place (`OptimizerState.in_place`),
+without phase 1: many small ones in one call of each of torch's kernels for lists of tensors, large ones in tiles. In the
+background this is done only if no parameter needs a pass, to keep the order. What a step does with which parameters is
+planned once (`UpdatePlan`, `_Batch`). In host memory one kernel, if available, runs phases 2 to 4 of Adam in one pass ([Note:
+the host kernel]).
 """
 
 from __future__ import annotations
@@ -50,99 +50,104 @@ from .kernel import FusedAdam, FusedAdamStep, ParameterStep, Scalars, StepSettin
 from .state import InPlace, OptimizerState
 
 Rows = Callable[[Sequence[ParameterRecord]], Iterable[torch.Tensor | None]]
-"""Gives this rank's rows of averaged gradients, each 1-D; None if they are on disk (`OptimizerState.spilled`)."""
+"""Returns this rank's rows of averaged gradients, each 1-D; None if they are on disk (`OptimizerState.spilled`)."""
 Admit = Callable[[ParameterRecord, bool], bool]
-"""Asked, with the record and whether to wait for it, before its state is touched: whether that may be."""
+"""Returns whether the state of a record may be updated now; the flag tells it to wait until that is known."""
 Done = Callable[[ParameterRecord], None]
-"""Called once a record's new state and new rows are the current ones."""
+"""Called when the state and weights of a record are updated."""
 
 
-class _Change:
-    """Phases 2 to 4 of one record; few at a time, so that the gradient's rows are free when it is done. Several threads may
-    apply it to tiles if all is in the host's memory."""
+class _StreamedUpdate:
+    """Phases 2 to 4 of one record, tile by tile. At most a few exist at a time, so that gradients are freed as their updates
+    end. Several threads may apply it to different tiles if all data is in host memory."""
 
     def __init__(self, changes: Changes, record: ParameterRecord, h2d: H2DQueue) -> None:
         self.record = record
         self._state = state = changes.state
-        self._step = changes.step_of(record)
-        self._factor = changes.settings.factor_of(record)
-        self._room = changes.room
-        self._h2d = h2d
+        self._step, self._factor = changes.step_of(record), changes.settings.factor_of(record)
+        self._scratch, self._h2d = changes.scratch, h2d
         (rows,) = changes.rows([record])
-        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
-        """This rank's rows; None: they are in the tile."""
+        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._scratch)
+        """This rank's rows; None if they are in the tile."""
         self._slots = state.codec.of(record.name, changes.settings.step, record.owned_range[0])
         self._num_state = 1 + len(state.slots_of(record))
-        """First arrays of a tile: the master and the slots."""
-        casts = record.stored_array is None and not state.is_master(record)
-        self._own = record.owned() if casts else None
-        """The parameter's own rows, if the master is cast into them."""
+        """The first arrays of a tile: the master and the slots."""
+        has_casts = record.stored_array is None and not state.is_master(record)
+        self._weights = record.owned() if has_casts else None
+        """This rank's rows of the parameter in memory, if the master is cast into them."""
         self._after = changes.last_read([record])
-        self._staged: GradientTiles | None = None
-        """The parameter's own rows, which are (in) the master, on their way to the rest of its state in host memory."""
+        self._master_tiles: GradientTiles | None = None
+        """Tiles of a master on the device, copied to its slots in host memory."""
         self._has_buffers = record.stored_array is not None and state.any_on_disk([[record.stored_array]])
-        """Whether the new rows are in buffers, which are another tile's after this one."""
+        """Whether the weights are written to buffers, which later tiles reuse."""
 
     def apply(self, tile: Tile) -> None:
-        """Carry the phases out on one tile."""
+        """Run the phases on one tile."""
         views = [as_torch(view) for view in tile.views]
-        held, slots, others = views[0], views[1 : self._num_state], views[self._num_state :]
-        master = self._bring(held, slots, tile)
-        first, stop, rows = tile.first, tile.stop, self._gradient
-        if rows is None:
-            rows = GradientTiles(self._state.transfers, others.pop(), self._room)
-            first, stop = 0, master.numel()
-        own = others[0] if others else None if self._own is None else self._own[tile.first : tile.stop]
-        after = None if others else self._after
-        if host := _host_of(self._state, self._step, master, rows.rows, own):
-            is_host = self._state.transfers.streams.is_host(rows.rows)
-            gradient = rows.rows[first:stop] if is_host else rows.on_host(first, stop)
-            sends = own is not None and not self._state.transfers.streams.is_host(own)
-            tensors, queue = StepTensors([master], [slots], [gradient], [own]), self._h2d if sends else None
-            _in_one_pass(host, self._step, self._factor, tensors, queue, after, num_threads=1)
+        stored_master, slots, arrays = views[0], views[1 : self._num_state], views[self._num_state :]
+        master = self._master_near(slots, stored_master, tile)
+        if self._gradient is not None:
+            gradient, first, stop = self._gradient, tile.first, tile.stop
         else:
-            gradient = rows.tile(first, stop, master)
+            gradient = GradientTiles(self._state.transfers, arrays.pop(), self._scratch)
+            first, stop = 0, master.numel()
+        weights, after = (arrays[0], None) if arrays else (self._weights, self._after)
+        if not arrays and weights is not None:
+            weights = weights[tile.first : tile.stop]
+        kernel = _host_kernel_for(self._state, self._step, master, gradient.rows, weights)
+        if kernel is None:
+            values = gradient.tile(first, stop, master)
             if self._factor != 1.0:
-                gradient.mul_(self._factor)
-            self._slots.update(self._step, master, gradient, slots, tile.first)
-            if own is not None:
-                self._h2d.put([own], [master], after)
-        if master is not held:
-            self._h2d.put([held], [master], self._after)
+                values.mul_(self._factor)
+            self._slots.update(self._step, master, values, slots, tile.first)
+            if weights is not None:
+                self._h2d.put([weights], [master], after)
+        else:
+            is_host = self._state.transfers.streams.is_host
+            rows = gradient.rows[first:stop] if is_host(gradient.rows) else gradient.on_host(first, stop)
+            tensors = StepTensors([master], [slots], [rows], [weights])
+            queue = None if weights is None or is_host(weights) else self._h2d
+            _in_one_pass(kernel, self._step, self._factor, tensors, queue, after, num_threads=1)
+        if master is not stored_master:
+            self._h2d.put([stored_master], [master], self._after)
         if self._has_buffers:
             self._h2d.drain()
 
-    def _bring(self, held: torch.Tensor, slots: list[torch.Tensor], tile: Tile) -> torch.Tensor:
-        """Return the master in the memory of its slots; `held` itself if it is already there."""
+    def _master_near(self, slots: list[torch.Tensor], stored: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """Return the master in the memory of its slots; `stored` itself if it is in that memory."""
         transfers = self._state.transfers
-        link = transfers.link(held, slots[0]) if slots else None
+        link = transfers.link(stored, slots[0]) if slots else None
         if link is None:
-            return held
+            return stored
         if link == "device_to_host":
-            if self._staged is None:
-                self._staged = GradientTiles(transfers, self.record.owned())
-            return self._staged.on_host(tile.first, tile.stop)
-        copy = transfers.bring_all([held], [slots[0]])
+            if self._master_tiles is None:
+                self._master_tiles = GradientTiles(transfers, self.record.owned())
+            return self._master_tiles.on_host(tile.first, tile.stop)
+        copy = transfers.bring_all([stored], [slots[0]])
         copy.follow()
         self._h2d.add(copy)
         return copy.values
 
 
-def _host_of(
-    state: OptimizerState, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, own: torch.Tensor | None
+def _host_kernel_for(
+    state: OptimizerState,
+    step: ParameterStep,
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    weights: torch.Tensor | None,
 ) -> HostKernel | None:
     """Return the kernel that runs phases 2 to 4 of a parameter in one pass, if any; see [Note: the host kernel]."""
     is_host = state.transfers.streams.is_host
-    if state.host is None or (own is None and master.numel() < _MIN_FP32 and gradient.dtype == torch.float32):
+    if state.host is None or (weights is None and master.numel() < _MIN_FP32 and gradient.dtype == torch.float32):
         return None
     if not isinstance(step, FusedAdamStep) or not state.codec.is_plain or not is_host(master):
         return None
-    on_host = [each for each in (master, gradient, own) if each is not None and is_host(each)]
-    return state.host if state.host.takes(on_host, gradient.dtype, None if own is None else own.dtype) else None
+    on_host = [tensor for tensor in (master, gradient, weights) if tensor is not None and is_host(tensor)]
+    return state.host if state.host.takes(on_host, gradient.dtype, None if weights is None else weights.dtype) else None
 
 
 def _in_one_pass(
-    host: HostKernel,
+    kernel: HostKernel,
     step: ParameterStep,
     factor: float,
     tensors: StepTensors,
@@ -151,79 +156,104 @@ def _in_one_pass(
     *,
     num_threads: int,
 ) -> None:
-    """Carry out phases 2 to 4 of tensors in host memory. If the weights are on the device, which reads them until `after`, they
-    go there together by `h2d`."""
+    """Run phases 2 to 4 of tensors in host memory. With `h2d`, the weights are on the device, which reads them until `after`;
+    the new ones are sent there together."""
     one_pass = cast(FusedAdamStep, step).one_pass
     if h2d is None:
-        one_pass(host, tensors, factor, num_threads)
+        one_pass(kernel, tensors, factor, num_threads)
         return
     weights = cast(Sequence[torch.Tensor], tensors.weights)
     staged = h2d.stage(weights)
-    one_pass(host, tensors._replace(weights=staged), factor, num_threads)
+    one_pass(kernel, tensors._replace(weights=staged), factor, num_threads)
     h2d.send(weights, staged, after)
 
 
 _MIN_CORES_OF_TWO_CONSUMERS = 4
 _MAX_ON_HOST, _MAX_ON_DEVICE = 64 * 1024, 16 * 1024 * 1024
-"""Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
+"""Most elements of small parameters updated together: they stay in the host's cache, or take few kernels of a device."""
 _MIN_FP32 = 16 * 1024
-"""Least elements of a parameter without casts that a host kernel takes: of smaller ones torch's kernel takes lists as fast."""
+"""Fewest elements of an fp32 parameter without casts for the host kernel: torch's is as fast for lists of smaller ones."""
 _MAX_IN_STEP, _MAX_IN_BACKGROUND = 256 * 1024 * 1024, 4 * 1024 * 1024
-"""Most elements of parameters whose gradients are taken together in the step, and in the background."""
+"""Most elements of parameters whose gradients are taken together, in the step and in the background."""
 
 
-class _Portion:
-    """Rows of parameters in one memory that one call of each kernel changes, since they take the same step."""
+class _KernelCall:
+    """Parts of parameters in one memory that take the same step, and that one call of each kernel updates."""
 
-    def __init__(self, host: HostKernel | None, *, sends: bool) -> None:
+    def __init__(self, kernel: HostKernel | None, *, sends: bool) -> None:
         self.numel = 0
         self.records: list[ParameterRecord] = []
-        self._host, self._sends = host, sends
+        self._kernel, self._sends = kernel, sends
         self._parts: list[tuple[int, slice | None]] = []
-        """The number of each gradient, and the elements of it unless it is whole."""
+        """The number of each gradient, and its elements; None if all."""
         self._masters: list[torch.Tensor] = []
         self._slots: list[list[torch.Tensor]] = []
-        self._own: list[torch.Tensor | None] = []
+        self._weights: list[torch.Tensor | None] = []
 
     def add(
-        self, record: ParameterRecord, number: int, place: InPlace, own: torch.Tensor | None, part: tuple[int, int]
+        self, record: ParameterRecord, number: int, place: InPlace, weights: torch.Tensor | None, part: tuple[int, int]
     ) -> None:
-        """Add elements `part` (first, stop) of a parameter with gradient `number`; its master is cast into its `own` rows."""
+        """Add elements `part` (first, stop) of a parameter with gradient `number`; its master is cast into `weights`."""
         rows = slice(*part)
         self.numel += part[1] - part[0]
         self.records.append(record)
         self._parts.append((number, None if part == (0, place.master.numel()) else rows))
         self._masters.append(place.master[rows])
         self._slots.append([slot[rows] for slot in place.slots])
-        self._own.append(None if own is None else own[rows])
+        self._weights.append(None if weights is None else weights[rows])
 
-    def apply(
+    def run(
         self, changes: Changes, step: ParameterStep, rows: Sequence[torch.Tensor], h2d: H2DQueue, num_threads: int
     ) -> None:
-        """Carry the phases out with gradients among `rows`; a host kernel has `num_threads`."""
+        """Run the phases with gradients among `rows`; a host kernel uses `num_threads`."""
         factor, after = changes.settings.factor_of(self.records[0]), changes.last_read(self.records)
         gradients = [rows[number] if part is None else rows[number][part] for number, part in self._parts]
-        if self._host is not None:
-            tensors = StepTensors(self._masters, self._slots, gradients, self._own)
+        if self._kernel is not None:
+            tensors = StepTensors(self._masters, self._slots, gradients, self._weights)
             queue = h2d if self._sends else None
-            _in_one_pass(self._host, step, factor, tensors, queue, after, num_threads=num_threads)
+            _in_one_pass(self._kernel, step, factor, tensors, queue, after, num_threads=num_threads)
             return
         if gradients[0].dtype != torch.float32:
-            given, room = gradients, changes.room.take("gradients", gradients[0], torch.float32, self.numel)
-            gradients = list(room.split_with_sizes(list(map(torch.Tensor.numel, given))))
-            torch._foreach_copy_(gradients, given)
+            sources, scratch = gradients, changes.scratch.take("gradients", gradients[0], torch.float32, self.numel)
+            gradients = list(scratch.split_with_sizes(list(map(torch.Tensor.numel, sources))))
+            torch._foreach_copy_(gradients, sources)
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         step.tiles(self._masters, gradients, self._slots)
-        own = cast(list[torch.Tensor], self._own)
+        weights = cast(list[torch.Tensor], self._weights)
         if self._sends:
-            h2d.put(own, self._masters, after)
-        elif self._own[0] is not None:
-            torch._foreach_copy_(own, self._masters)
+            h2d.put(weights, self._masters, after)
+        elif self._weights[0] is not None:
+            torch._foreach_copy_(weights, self._masters)
+
+
+def _plan_calls(
+    changes: Changes, places: Sequence[tuple[ParameterRecord, InPlace]], rows: Sequence[torch.Tensor], threads: int
+) -> list[_KernelCall]:
+    """Return the kernel calls of parameters with gradients like `rows`: small ones of a kind together, large ones in tiles."""
+    state, is_host = changes.state, changes.state.transfers.streams.is_host
+    calls: list[_KernelCall] = []
+    current: dict[Any, _KernelCall] = {}
+    for number, (record, place) in enumerate(places):
+        master, weights = place.master, record.owned() if place.casts else place.rest
+        step, factor, on_host = changes.step_of(record), changes.settings.factor_of(record), is_host(master)
+        kernel = _host_kernel_for(state, step, master, rows[number], weights)
+        sends = weights is not None and is_host(weights) != on_host
+        limit, tile = (_MAX_ON_HOST, tile_numel(threads)) if on_host else (_MAX_ON_DEVICE, _MAX_ON_DEVICE)
+        if kernel is not None:  # it cuts tiles itself; the weights of a call cross while the next one is computed
+            limit = tile = _MAX_IN_BACKGROUND if sends else _MAX_IN_STEP
+        kind = step, factor, rows[number].dtype, on_host, kernel is None, sends, weights is not None and weights.dtype
+        for first in range(0, master.numel(), tile):
+            stop = min(first + tile, master.numel())
+            if kind not in current or current[kind].numel + stop - first > limit:
+                current[kind] = _KernelCall(kernel, sends=sends)
+                calls.append(current[kind])
+            current[kind].add(record, number, place, weights, (first, stop))
+    return calls
 
 
 class _Batch:
-    """Portions of parameters that are changed in place together, planned for gradients like `rows`."""
+    """The kernel calls of parameters that are updated in place together, planned for gradients like `rows`."""
 
     def __init__(
         self,
@@ -233,140 +263,125 @@ class _Batch:
         *,
         in_background: bool,
     ) -> None:
-        state, transfers, is_host = changes.state, changes.state.transfers, changes.state.transfers.streams.is_host
+        state, transfers = changes.state, changes.state.transfers
         self.names = [name for _, place in places for name in place.names]
         self.masters = [place.master for _, place in places]
-        links = [transfers.link(*each) for each in zip(rows, self.masters, strict=True)]
-        self.crossing = [[n for n, one in enumerate(links) if one == link] for link in set(links) if link]
-        """Numbers of the gradients that are not in their master's memory, grouped by direction."""
+        links = [transfers.link(*pair) for pair in zip(rows, self.masters, strict=True)]
+        self.crossing = [[n for n, other in enumerate(links) if other == link] for link in set(links) if link]
+        """Numbers of the gradients that are not in their master's memory, by direction."""
         self._memory = [(record, record.full, record.shard) for record, place in places if place.casts]
-        on_host = [master.numel() for master in self.masters if is_host(master)]
-        alone = in_background or state.host is not None  # the host kernel has its own threads
-        alone = alone or not _takes_threads(state, [record for record, _ in places])
-        self.threads = 1 if alone else threads_for(on_host)
+        on_host = [master.numel() for master in self.masters if transfers.streams.is_host(master)]
+        uses_one = in_background or state.host is not None  # the host kernel has threads of its own
+        uses_one = uses_one or not _allows_threads(state, [record for record, _ in places])
+        self.threads = 1 if uses_one else threads_for(on_host)
         self.num_threads = num_threads(
             state.host_ranks, beside_compute=in_background and transfers.streams.device_is_host
         )
         """Threads of a host kernel."""
-        self.portions: list[_Portion] = []
-        last: dict[Any, _Portion] = {}
-        for number, (record, place) in enumerate(places):  # small ones go together, large ones in tiles
-            master, own = place.master, record.owned() if place.casts else place.rest
-            step, factor, hosted = changes.step_of(record), changes.settings.factor_of(record), is_host(master)
-            most, tile = (_MAX_ON_HOST, tile_numel(self.threads)) if hosted else (_MAX_ON_DEVICE, _MAX_ON_DEVICE)
-            host, sends = _host_of(state, step, master, rows[number], own), own is not None and is_host(own) != hosted
-            if host is not None:  # it cuts tiles itself; weights are sent to a device while the others are computed
-                most = tile = _MAX_IN_BACKGROUND if sends else _MAX_IN_STEP
-            key = step, factor, rows[number].dtype, hosted, host is None, sends, None if own is None else own.dtype
-            for first in range(0, master.numel(), tile):
-                stop = min(first + tile, master.numel())
-                if key not in last or last[key].numel + stop - first > most:
-                    last[key] = _Portion(host, sends=sends)
-                    self.portions.append(last[key])
-                last[key].add(record, number, place, own, (first, stop))
+        self.calls = _plan_calls(changes, places, rows, self.threads)
 
     def fits(self, changes: Changes) -> bool:
-        """Return whether parameters still have the same memory, and all of a portion still take the same step."""
+        """Return whether parameters still have the same memory, and all of a call still take the same step."""
         for record, full, shard in self._memory:
             if record.full is not full or record.shard is not shard:
                 return False
         scalars, factors = changes.state.scalars, changes.settings.factors
-        for portion in self.portions:
-            first = portion.records[0]
-            for record in portion.records:
+        for call in self.calls:
+            first = call.records[0]
+            for record in call.records:
                 if scalars[record] != scalars[first] or (factors and factors.get(record) != factors.get(first)):
                     return False
         return True
 
 
-def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, most: int) -> Iterator[list[ParameterRecord]]:
-    """Yield the admitted records in order, grouped if they need no wait, up to `most` elements or one record."""
-    some: list[ParameterRecord] = []
+def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, limit: int) -> Iterator[list[ParameterRecord]]:
+    """Yield the admitted records in order, in groups of up to `limit` elements (or one record) that need no wait."""
+    group: list[ParameterRecord] = []
     numel = 0
     for record in records:
-        ready = admit is None or admit(record, not some)
-        if some and (not ready or numel + record.owned_numel > most):
-            yield some
-            some, numel = [], 0
-            ready = ready or (admit is not None and admit(record, True))
-        if ready:
-            some.append(record)
+        is_ready = admit is None or admit(record, not group)
+        if group and (not is_ready or numel + record.owned_numel > limit):
+            yield group
+            group, numel = [], 0
+            is_ready = is_ready or (admit is not None and admit(record, True))
+        if is_ready:
+            group.append(record)
             numel += record.owned_numel
-    if some:
-        yield some
+    if group:
+        yield group
 
 
 @cache
 def num_consumers() -> int:
-    """Return how many threads update what comes from disks: on two cores, which the I/O needs too, a second one makes a step
-    slower (docs/design/0005-step.md)."""
+    """Return how many threads update state from disks. On two cores a second thread makes a step slower, since the I/O needs
+    the core too (docs/design/0005-step.md)."""
     return 2 if num_cores() >= _MIN_CORES_OF_TWO_CONSUMERS else 1
 
 
-def _takes_threads(state: OptimizerState, records: Iterable[ParameterRecord]) -> bool:
-    """Return whether several threads may update tiles of `records`: kernels other than torch's fused one share an optimizer."""
+def _allows_threads(state: OptimizerState, records: Iterable[ParameterRecord]) -> bool:
+    """Return whether several threads may update tiles of `records`: only torch's fused kernel does not share an optimizer."""
     return all(isinstance(state.kernel_of(record)[0], FusedAdam) for record in records)
 
 
-class _Passing:
-    """Parameters that pass, on one thread."""
+class _StreamedPart:
+    """Parameters that one thread updates in a pass over their arrays."""
 
     def __init__(self, state: OptimizerState, records: Sequence[ParameterRecord]) -> None:
         self.records = records
         self.groups: list[list[str]] = []
-        """The arrays of each parameter, which pass together."""
+        """The arrays of each parameter, whose tiles are read together."""
         self.modes: dict[str, ModeName] = {}
         for record in records:
             arrays = state.all_arrays(record)
             self.groups.append(list(arrays))
             self.modes |= arrays
-            if record in state.spilled:  # in an array that may become a wider one
+            if record in state.spilled:  # the array's name changes when it is replaced by a wider one
                 self.groups[-1].append(state.spilled[record])
                 self.modes[state.spilled[record]] = "read"
         self.from_disk = state.any_on_disk(self.groups)
-        self.takes_threads = _takes_threads(state, records)
+        self.allows_threads = _allows_threads(state, records)
 
 
 class UpdatePlan:
-    """How `records` are updated, by the arrangement of the store: in place if their rows are in one memory, else in a pass."""
+    """Which of the `records` are updated in place, since their arrays are in one memory, and which in a pass, and how."""
 
     def __init__(self, state: OptimizerState, records: Sequence[ParameterRecord], *, in_background: bool) -> None:
-        mine = [record for record in records if record.owned_numel]
-        self.places = {record: place for record in mine if (place := state.in_place(record)) is not None}
-        if in_background and len(self.places) < len(mine):
+        owned = [record for record in records if record.owned_numel]
+        self.places = {record: place for record in owned if (place := state.in_place(record)) is not None}
+        if in_background and len(self.places) < len(owned):
             self.places = {}
-        self.most = _MAX_IN_BACKGROUND if in_background else _MAX_IN_STEP
-        self.batches = list(_admitted(list(self.places), None, self.most))
-        """The parameters updated in place, in groups that are changed together."""
-        passing = _Passing(state, [record for record in mine if record not in self.places])
-        several = not in_background and passing.from_disk and passing.takes_threads
-        count, before, total = num_consumers() if several else 1, 0, sum(r.owned_numel for r in passing.records)
+        self.max_numel = _MAX_IN_BACKGROUND if in_background else _MAX_IN_STEP
+        self.batches = list(_admitted(list(self.places), None, self.max_numel))
+        """The parameters updated in place, in groups whose gradients are taken together."""
+        streamed = _StreamedPart(state, [record for record in owned if record not in self.places])
+        several = not in_background and streamed.from_disk and streamed.allows_threads
+        count, before, total = num_consumers() if several else 1, 0, sum(r.owned_numel for r in streamed.records)
         parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
-        for record in passing.records:  # neighbours, which may share files, are together
+        for record in streamed.records:  # adjacent records stay together: they may share files
             parts[before * count // total].append(record)
             before += record.owned_numel
-        self.parts = [_Passing(state, part) for part in parts if part]
+        self.parts = [_StreamedPart(state, part) for part in parts if part]
         self.in_background = in_background
-        """Whether the loop continues during the update."""
+        """Whether the training loop continues during the update."""
         self.begun: list[Stream] = []
-        """Passes of the parts that were begun ahead of the update, until it takes them over."""
+        """Passes of the parts whose reads were started before the update, which takes them over."""
 
     @staticmethod
     def of(state: OptimizerState, records: Sequence[ParameterRecord], *, in_background: bool) -> UpdatePlan:
-        """Return the plan, made once as long as the store is not rearranged."""
+        """Return the plan, cached until the store is rearranged."""
         make = partial(UpdatePlan, state, records, in_background=in_background)
         return state.planned((UpdatePlan, in_background, *records), make)
 
     def read_ahead(self, store: Store) -> None:
-        """Start reading the first parameters from disk. Do nothing if that fails: then the update will too, with an
-        error on all ranks."""
+        """Start reading the first parameters from disk. An error is ignored: the update will meet it too, and raise it on all
+        ranks."""
         if any(part.from_disk for part in self.parts):
             with suppress(ZstoreError):
                 self.begun.extend(store.read_ahead(part.groups, modes=part.modes) for part in self.parts)
 
 
 class Changes:
-    """The changes of one step to `records`, each of which has a gradient when it is admitted."""
+    """The update of `records` in one step; each has a gradient when it is admitted."""
 
     def __init__(
         self,
@@ -382,59 +397,60 @@ class Changes:
         self._plan = plan = UpdatePlan.of(state, records, in_background=in_background)
         self._begun, plan.begun = plan.begun, []
         self.last_read = last_read
-        """Returns when the device last reads the parameters' own rows; None: after all work submitted so far."""
-        self.room = Scratch()
+        """Returns the event after which the device no longer reads some weights; None: after all submitted work."""
+        self.scratch = Scratch()
         self._steps: dict[ParameterRecord, ParameterStep] = {}
         self._shared: dict[tuple[Any, ...], ParameterStep] = {}
 
     def run(self, *, admit: Admit | None = None, done: Done | None = None) -> None:
-        """Carry the changes out, in order. See [Note: the update]."""
+        """Update all records, in order. See [Note: the update]."""
         plan = self._plan
-        for some in plan.batches if admit is None else _admitted(list(plan.places), admit, plan.most):
-            self._change_in_place(some)
+        for batch in plan.batches if admit is None else _admitted(list(plan.places), admit, plan.max_numel):
+            self._update_in_place(batch)
             if done is not None:
-                for record in some:
+                for record in batch:
                     done(record)
         parts, context = zip_longest(plan.parts, self._begun), self.state.transfers.streams.stream_context()
-        side_by_side(lambda each: self._pass(*each, admit, done), parts, len(plan.parts), context)
+        side_by_side(lambda part: self._stream(*part, admit, done), parts, len(plan.parts), context)
 
-    def _pass(self, part: _Passing, begun: Stream | None, admit: Admit | None, done: Done | None) -> None:
-        """Change parameters in a pass over their arrays; `begun` ahead, if any is."""
-        mine = part.records
+    def _stream(self, part: _StreamedPart, begun: Stream | None, admit: Admit | None, done: Done | None) -> None:
+        """Update parameters in a pass over their arrays, which is `begun` if it was started ahead."""
+        records = part.records
         h2d = H2DQueue(self.state.transfers)
 
         def ended(group: int) -> None:
             h2d.drain()
             if done is not None:
-                done(mine[group])
+                done(records[group])
 
-        admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
+        admitted = None if admit is None else (lambda group, wait: admit(records[group], wait))
         on_end = None if done is None else ended
         if begun is not None and begun.resume(admitted, on_end):
             tiles = begun.tiles()
         else:
             tiles = self.state.store.tiles(part.groups, "update", modes=part.modes, admit=admitted, on_end=on_end)
         with labelled("update"), one_thread(part.from_disk), closing(tiles):
-            # Other threads would still use a disk's tile after the next one is requested, when it is already being written.
-            alone = self._plan.in_background or part.from_disk or not self.state.transfers.streams.device_is_host
-            threads = 1 if alone or not part.takes_threads else threads_for([record.owned_numel for record in mine])
-            side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
+            # A tile from disk is written back when the next one is requested, while other threads could still be using it.
+            uses_one = self._plan.in_background or part.from_disk or not self.state.transfers.streams.device_is_host
+            uses_one = uses_one or not part.allows_threads
+            threads = 1 if uses_one else threads_for([record.owned_numel for record in records])
+            side_by_side(lambda work: work[0].apply(work[1]), self._updates(tiles, records, h2d), threads)
         h2d.drain()
 
-    def _change_in_place(self, records: Sequence[ParameterRecord]) -> None:
-        """Change parameters whose arrays are in one memory; one thread does so in the background."""
+    def _update_in_place(self, records: Sequence[ParameterRecord]) -> None:
+        """Update parameters whose arrays are in one memory; in the background on one thread."""
         state, transfers, plan, rows = self.state, self.state.transfers, self._plan, []
-        for record, found in zip(records, self.rows(records), strict=True):
-            if found is None:
+        for record, gradient in zip(records, self.rows(records), strict=True):
+            if gradient is None:
                 raise AssertionError(f"the gradient of {record.name} is not in memory")
-            rows.append(found)
-        kinds = [(each.dtype, each.is_cpu, each.is_contiguous() and not each.is_neg()) for each in rows]
+            rows.append(gradient)
+        kinds = [(tensor.dtype, tensor.is_cpu, tensor.is_contiguous() and not tensor.is_neg()) for tensor in rows]
         batch = state.planned(
             (_Batch, plan.in_background, torch.get_num_threads(), *kinds, *records),
             lambda: _Batch(
                 self, [(record, plan.places[record]) for record in records], rows, in_background=plan.in_background
             ),
-            lambda found: found.fits(self),
+            lambda cached: cached.fits(self),
         )
         for numbers in batch.crossing:
             copy = transfers.bring_all([rows[n] for n in numbers], [batch.masters[n] for n in numbers])
@@ -443,38 +459,38 @@ class Changes:
                 rows[number] = values
         h2d, work = H2DQueue(transfers), []
         h2d.most *= batch.threads
-        for portion in batch.portions:
-            step = self.step_of(portion.records[0])
-            self._steps.update(dict.fromkeys(portion.records, step))
-            work.append(partial(portion.apply, self, step, rows, h2d, batch.num_threads))
+        for call in batch.calls:
+            step = self.step_of(call.records[0])
+            self._steps.update(dict.fromkeys(call.records, step))
+            work.append(partial(call.run, self, step, rows, h2d, batch.num_threads))
         with labelled("update"), state.store.changing(batch.names):
             side_by_side(lambda call: call(), work, batch.threads, transfers.streams.stream_context())
             h2d.drain()
 
-    def _changes(
-        self, tiles: Iterable[Tile], mine: Sequence[ParameterRecord], h2d: H2DQueue
-    ) -> Iterator[tuple[_Change, Tile]]:
-        """Yield each tile with the change to apply to it."""
-        change: _Change | None = None
+    def _updates(
+        self, tiles: Iterable[Tile], records: Sequence[ParameterRecord], h2d: H2DQueue
+    ) -> Iterator[tuple[_StreamedUpdate, Tile]]:
+        """Yield each tile with the update to apply to it."""
+        update: _StreamedUpdate | None = None
         for tile in tiles:
-            if change is None or change.record is not mine[tile.group]:
-                change = _Change(self, mine[tile.group], h2d)
-            yield change, tile
+            if update is None or update.record is not records[tile.group]:
+                update = _StreamedUpdate(self, records[tile.group], h2d)
+            yield update, tile
 
     def step_of(self, record: ParameterRecord) -> ParameterStep:
         """Return the step of a parameter, shared by parameters with the same settings and scalars."""
-        found = self._steps.get(record)
-        if found is None:
+        step = self._steps.get(record)
+        if step is None:
             (kernel, group), scalars = self.state.kernel_of(record), self.state.scalars[record]
             key = group, *scalars.items()
-            found = self._shared.get(key) if isinstance(kernel, FusedAdam | TorchKernel) else None
-            if found is None:
-                found = self._shared[key] = kernel.start(self.settings.groups[group], scalars)
-            self._steps[record] = found
-        return found
+            step = self._shared.get(key) if isinstance(kernel, FusedAdam | TorchKernel) else None
+            if step is None:
+                step = self._shared[key] = kernel.start(self.settings.groups[group], scalars)
+            self._steps[record] = step
+        return step
 
     def note_scalars(self, records: Sequence[ParameterRecord]) -> None:
-        """Count the step in the scalars of `records`, including records without rows on this rank."""
+        """Store the scalars of `records` after the step (such as its number), including records without rows on this rank."""
         after: dict[ParameterStep, Scalars] = {}
         for record in records:
             step = self._steps.get(record) or self.step_of(record)

@@ -251,7 +251,7 @@ class ChangedInPlace(nn.Module):
         return y.float().square().mean()
 
 
-def test_a_change_in_place_is_noticed_while_a_tensor_leaves(tmp_path: Path) -> None:
+def test_a_update_in_place_is_noticed_while_a_tensor_leaves(tmp_path: Path) -> None:
     files = GatedFiles("write", pattern="*activation*")
     chosen = config(activations="disk", activations_path=str(tmp_path))
     with start(chosen, ChangedInPlace(), _files=files) as engine:

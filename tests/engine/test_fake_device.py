@@ -299,13 +299,13 @@ def test_several_threads_update_in_the_stream_of_the_step(monkeypatch: pytest.Mo
 
 
 def test_several_threads_update_what_comes_from_a_disk(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    change, both = changes.Changes._pass, threading.Barrier(2)
+    change, both = changes.Changes._stream, threading.Barrier(2)
 
     def begin(*args: Any, **keys: Any) -> None:
         both.wait(60)  # passes when two threads are at it
         change(*args, **keys)
 
-    monkeypatch.setattr(changes.Changes, "_pass", begin)
+    monkeypatch.setattr(changes.Changes, "_stream", begin)
     monkeypatch.setattr(changes, "num_consumers", lambda: 2)
     with start(step_modes.config("none", nvme), step_modes.make_model()) as engine:
         for _ in range(3):
