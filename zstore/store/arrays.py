@@ -42,7 +42,7 @@ class StoreArray(LocalShard):
     def whole(cls, spec: ArraySpec, is_torch: bool) -> StoreArray:
         """Return an array as one shard."""
         grid = make_grid(spec.stored_shape, 1)
-        if grid.rows < grid.chunk_rows and grid.chunk_numel > MAX_CHUNK_NUMEL:
+        if 0 < grid.rows < grid.chunk_rows and grid.chunk_numel > MAX_CHUNK_NUMEL:
             # A single chunk needs no padding, which can be 15 times the size of the data.
             grid = replace(grid, shard_rows=grid.rows, chunk_rows=grid.rows)
         return cls(spec, grid, 0, is_torch)
