@@ -24,6 +24,7 @@ import zstore.dcp
 from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
 from tests.checkpoint.forging import Forge, data_start, index_of
 from tests.data.golden import make
+from tests.pages import blocks, text_of
 from zstore.checkpoint.layout import METADATA_FILE, array_document, array_path, encode_name, parse_array
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -36,13 +37,11 @@ from zstore.testing.ranks import run_ranks
 from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]
-FORMAT = Path(__file__).parents[2] / "docs/format.md"
 
 
 def printed_reader() -> Callable[[Path, str], Array]:
     """The function `read_array` that the document prints."""
-    blocks = re.findall(r"```python\n(.*?)```", FORMAT.read_text(), re.DOTALL)
-    (block,) = (block for block in blocks if "def read_array" in block)
+    (block,) = blocks("docs/format.md")
     assert len([line for line in block.splitlines() if line.strip()]) <= 45
     names: dict[str, Any] = {}
     exec(block, names)
@@ -149,7 +148,7 @@ def test_the_printed_reader_refuses_a_flipped_byte(tmp_path: Path) -> None:
 
 
 def test_the_rules_for_names_are_as_written() -> None:
-    text = " ".join(FORMAT.read_text().split())
+    text = " ".join(text_of("docs/format.md").split())
     assert "letters, digits and `-_.~=+@,`" in text
     assert encode_name("aZ9-_.~=+@,") == "aZ9-_.~=+@,"
     assert encode_name("a b") == "a%20b"

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import zstore
 from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
+from tests.pages import blocks, text_of
 from zstore.checkpoint import Keep, ReadAhead, sweep, weigh
 from zstore.checkpoint.layout import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
@@ -420,13 +421,6 @@ def test_a_bucket_and_the_engine_follow_it_too(run: Path) -> None:
         assert torch.equal(model.w.detach(), torch.ones(100))
 
 
-PAGE = Path(__file__).parents[2] / "docs/checkpoints.md"
-
-
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-
-
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     arrays: dict[str, Any] = {
@@ -437,8 +431,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     save_arrays(tmp_path / "run", arrays, world_size=2, record={"engine": {"groups": [{"lr": 0.1}]}})
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    assert len(blocks()) == 4
-    for example in blocks():
+    for example in blocks("docs/checkpoints.md"):
         exec(example, names)
     embedding = arrays["model/embed.weight"]
     assert (names["lr"], names["faults"]) == (0.1, [])
@@ -454,4 +447,4 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_commands_of_the_page_are_there() -> None:
-    assert set(re.findall(r"^\| `zstore (\w+) ", PAGE.read_text(), re.MULTILINE)) <= set(cli.COMMANDS)
+    assert set(re.findall(r"^\| `zstore (\w+) ", text_of("docs/checkpoints.md"), re.MULTILINE)) <= set(cli.COMMANDS)

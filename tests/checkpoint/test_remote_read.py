@@ -1,6 +1,5 @@
 """Checkpoints behind URLs are read by ranges: the same values, errors and choices as from a folder; `docs/remote.md`."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
+from tests.pages import blocks
 from tests.tools.commands import done
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, refused, tags
 from zstore.checkpoint.reader import tags as list_tags
@@ -180,9 +180,6 @@ def test_urls_that_nothing_opens_are_refused_at_once() -> None:
         open_source("objects://x/y", storage_options={"deny_writes": "x"})
 
 
-TEXT = (Path(__file__).parents[2] / "docs/remote.md").read_text().partition("## Reading from a service")[0]
-
-
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -193,26 +190,22 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     fs.pseudo_dirs[:] = [""]
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
-    return [block.replace("s3://bucket", "memory://bucket") for block in found]
-
-
 def test_the_examples_run(memory: Any, tmp_path: Path) -> None:
     names: dict[str, Any] = {}
-    for block in blocks("python"):
+    *here, _ = [block.replace("s3://bucket", "memory://bucket") for block in blocks("docs/remote.md")]
+    for block in here:
         exec(block, names)
     assert [info.tag for info in list_tags(open_folder("memory://bucket/run"))] == ["step-00000002", "step-00000004"]
     assert names["rows"].shape == (10, 32)
     assert names["weights"]["0.weight"].dtype == torch.bfloat16
     assert not list((tmp_path / "cache/zstore-uploads").glob("*/step-*"))
-    for line in blocks("bash")[0].splitlines():
-        done(line)
+    for line in blocks("docs/remote.md", "sh")[0].splitlines():
+        done(line.replace("s3://bucket", "memory://bucket"))
     assert (tmp_path / "weights/model.safetensors").exists()
     with open_checkpoint(open_folder("memory://bucket/four")) as reader:
         assert reader.record.world_size == 4
     # Resuming: the loop again goes on at step 4.
-    exec(blocks("python")[0], names)
+    exec(here[0], names)
     assert names["engine"].global_steps == 8
     assert (PART_BYTES, NUM_THREADS) == (8 * 2**20, 4)  # as the text says
     # A local folder is uploaded as the docs say.

@@ -16,6 +16,7 @@ import torch
 import zstore
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, state_of, step
+from tests.pages import ROOT, blocks
 from tests.tools.train_runs import rows
 from zstore.engine import Engine
 from zstore.engine.config.config import load_config, read_config
@@ -102,7 +103,6 @@ def test_the_command_answers_what_its_options_say(alone: Path) -> None:
     assert rows(metrics)[0]["tokens_per_s"] * rows(metrics)[0]["step_s"] == pytest.approx(3 * 2 * 4)
 
 
-ROOT = Path(__file__).parents[2]
 NO_16_BITS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 """Makes torch take the paths of a CPU that has AVX2 and no 16-bit instructions."""
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="imitates a lesser x86 CPU")
@@ -158,9 +158,9 @@ def python(code: str, *words: str, env: dict[str, str]) -> subprocess.CompletedP
 
 
 def quick_start(tmp_path: Path) -> str:
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    (code,) = blocks("README.md")
     assert "/tmp" in code
-    return str(code.replace("/tmp", str(tmp_path)))
+    return code.replace("/tmp", str(tmp_path))
 
 
 @x86

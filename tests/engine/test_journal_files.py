@@ -3,19 +3,17 @@
 import json
 import math
 import os
-import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.pages import blocks
 from tests.waiting import until
 from zstore.errors import CorruptionError, UsageError
 from zstore.journal import JournalFile, JournalWriter, encode, journal_file, journals, read, steps
 from zstore.remote.service import open_folder
-
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def failed(text: str) -> None:
@@ -165,7 +163,7 @@ def test_lines_are_in_the_file_without_a_flush(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    (example,) = re.findall(r"<!-- journal -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (example,) = blocks("docs/metrics.md")
     write(tmp_path / "ckpt" / journal_file("a"), {"kind": "start", "at": 0.0}, row(1, loss=0.5), row(2, loss=0.25))
     monkeypatch.chdir(tmp_path)
     exec(example, {})

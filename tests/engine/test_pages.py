@@ -22,6 +22,7 @@ import zstore
 from docs.config_docs import missing_keys, updated
 from tests.engine.runs import make_config, one_step, start, start_linear
 from tests.engine.transformers_models import ARCHITECTURES, REENTRANT, WRITERS, build
+from tests.pages import blocks, text_of
 from zstore.checkpoint import tags
 from zstore.engine.checkpoint.record import LoadOptions
 from zstore.errors import UsageError
@@ -29,7 +30,6 @@ from zstore.io.memory import PAGE_BYTES
 from zstore.store.options import StoreStatistics
 from zstore.testing.ranks import run_ranks
 
-DOCS = Path(__file__).parents[2] / "docs"
 CONFIG = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 KINDS = {True: "reentrant", False: "non-reentrant", None: "no"}
 
@@ -40,16 +40,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def text_of(page: str) -> str:
-    return (DOCS / f"{page}.md").read_text(encoding="utf-8")
-
-
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
-
-
 def rows(page: str, heading: str) -> list[list[str]]:
-    section = re.split(r"\n##+ ", text_of(page).partition(f"# {heading}\n")[2], maxsplit=1)[0]
+    section = re.split(r"\n##+ ", text_of(f"docs/{page}.md").partition(f"# {heading}\n")[2], maxsplit=1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -70,15 +62,15 @@ def _access(rank: int, folder: str, examples: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_examples_of_access_run(world_size: int, tmp_path: Path) -> None:
-    assert len(blocks("access")) == 9
+    assert len(blocks("docs/access.md")) == 9
     whole = ["0.bias", "0.weight", "2.bias", "2.weight"]
-    first, *others = run_ranks(_access, world_size, str(tmp_path), blocks("access"))
+    first, *others = run_ranks(_access, world_size, str(tmp_path), blocks("docs/access.md"))
     assert first == whole
     assert others == [[]] * (world_size - 1)
 
 
 def test_every_option_of_a_load_is_named() -> None:
-    named = re.findall(r"^\| `(load_\w+|names)=", text_of("access"), re.MULTILINE)
+    named = re.findall(r"^\| `(load_\w+|names)=", text_of("docs/access.md"), re.MULTILINE)
     assert set(named) == {field.name for field in fields(LoadOptions)}
 
 
@@ -106,13 +98,15 @@ def _large(rank: int, folder: str, examples: list[str]) -> tuple[int, bool, bool
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_examples_of_large_models_run(world_size: int, tmp_path: Path) -> None:
-    assert len(blocks("large-models")) == 5
+    assert len(blocks("docs/large-models.md")) == 5
     (tmp_path / "swap").mkdir()
     config = transformers.LlamaConfig(  # wide enough for parameters that are sharded by default
         hidden_size=320, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    assert run_ranks(_large, world_size, str(tmp_path), blocks("large-models")) == [(0, True, True)] * world_size
+    assert (
+        run_ranks(_large, world_size, str(tmp_path), blocks("docs/large-models.md")) == [(0, True, True)] * world_size
+    )
 
 
 def test_the_table_says_what_buffers_take(nvme: Path) -> None:
@@ -126,7 +120,9 @@ def test_the_table_says_what_buffers_take(nvme: Path) -> None:
     usual = held()
     state_bytes, parameter_bytes = 128 * 2**20, 20 * 2**20
     assert usual.pool_bytes == state_bytes + parameter_bytes
-    rows = re.findall(r"^\| `(\w+)`: .* \| (\d+) x (\d+): ([\d,]+) bytes", text_of("large-models"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)`: .* \| (\d+) x (\d+): ([\d,]+) bytes", text_of("docs/large-models.md"), re.MULTILINE
+    )
     assert [section for section, *_ in rows] == ["offload_optimizer", "offload_param"]
     for section, count, size, told in rows:
         nbytes = int(told.replace(",", ""))
@@ -134,7 +130,7 @@ def test_the_table_says_what_buffers_take(nvme: Path) -> None:
         others = state_bytes if section == "offload_param" else 5 * (nbytes // 12)
         found = held(section, buffer_count=int(count), buffer_size=int(size)).pool_bytes
         assert 0 <= found - others - nbytes < PAGE_BYTES
-    ((numel, told),) = re.findall(r"`max_in_cpu` .* \| (\d+): up to ([\d,]+) bytes", text_of("large-models"))
+    ((numel, told),) = re.findall(r"`max_in_cpu` .* \| (\d+): up to ([\d,]+) bytes", text_of("docs/large-models.md"))
     kept = held(max_in_cpu=int(numel))
     assert 0 < kept.host_bytes - usual.host_bytes <= int(told.replace(",", ""))
     assert usual.disk_bytes - kept.disk_bytes == kept.host_bytes - usual.host_bytes
@@ -151,18 +147,25 @@ class Loss(nn.Linear):
 
 
 def test_saving(folder: Path) -> None:
-    later, _, signal, watched = blocks("saving")
+    later, killed, signal, watched = blocks("docs/saving.md")
     with engine_of(Loss(8, 8)) as engine:
         exec(later, {"engine": engine})
         exec(signal, {"engine": engine})
     assert [info.tag for info in tags(folder / "ckpt")] == ["step-00000000"]
+    config: dict[str, Any] = {}
+    exec(killed.partition("\n")[0], {"config": config})
+    for steps in (2, 3):
+        with engine_of(Loss(8, 8), **config) as engine:
+            training = killed.replace("    ...\n", "    engine.backward(engine(batch))\n").replace("ckpt", "killed")
+            exec(training, {"config": {}, "engine": engine, "batch": torch.ones(4, 8), "steps": steps, "epoch": 0})
+        assert [info.tag for info in tags(folder / "killed")] == [f"step-{steps:08}"]
     with engine_of(Loss(8, 8)) as engine:
         exec(watched, {"engine": engine, "batches": [torch.ones(4, 8)] * 2})
         assert engine.global_steps == 2
 
 
 def test_an_average_of_the_weights() -> None:
-    (example,) = blocks("optimizers")
+    (example,) = blocks("docs/optimizers.md")
     with engine_of(Loss(8, 8)) as engine:
         names: dict[str, Any] = {"engine": engine, "batches": [torch.ones(4, 8)] * 2}
         first = engine.get_full_parameter("weight").clone()
@@ -173,7 +176,7 @@ def test_an_average_of_the_weights() -> None:
 
 
 def test_a_checkpointed_block() -> None:
-    (example,) = blocks("activations")
+    (example,) = blocks("docs/activations.md")
     names: dict[str, Any] = {"zstore": zstore, "block": nn.Linear(8, 8), "x": torch.ones(4, 8)}
     expected = names["block"](names["x"])
     exec(example, names)
@@ -181,7 +184,7 @@ def test_a_checkpointed_block() -> None:
 
 
 def test_moving_from_deepspeed() -> None:
-    moved, loaded = blocks("deepspeed")
+    moved, loaded = blocks("docs/deepspeed.md")
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
@@ -205,9 +208,23 @@ def test_moving_from_deepspeed() -> None:
 
 
 def test_block_sparse_attention() -> None:
+    _, example, _ = blocks("docs/models.md")
     names: dict[str, Any] = {}
-    exec(blocks("models")[1], names)
+    exec(example, names)
     assert names["mixed"].shape == names["query"].shape
+
+
+def test_generating_and_compiling() -> None:
+    generated, _, compiled = blocks("docs/models.md")
+    with engine_of(build("Llama")) as engine:
+        names: dict[str, Any] = {"engine": engine, "input_ids": torch.ones(1, 3, dtype=torch.long)}
+        exec(generated.replace("=50", "=2"), names)
+        assert names["tokens"].shape == (1, 5)
+    Path("ds_config.json").write_text(json.dumps(CONFIG))
+    names = {"zstore": zstore, "model": Loss(8, 8)}
+    exec(compiled.replace("compile()", 'compile(backend="eager")'), names)
+    with names["engine"] as engine:
+        assert one_step(engine) > 0
 
 
 def told(cells: list[str]) -> list[str]:
@@ -215,7 +232,7 @@ def told(cells: list[str]) -> list[str]:
 
 
 def test_the_keys_that_do_not_act_are_up_to_date() -> None:
-    page = text_of("deepspeed")
+    page = text_of("docs/deepspeed.md")
     assert missing_keys() in page
     assert updated(page) == page, "run: python docs/config_docs.py"
 
@@ -258,13 +275,6 @@ def test_the_table_of_architectures_is_the_tests() -> None:
         name: (f"`{type(build(name)).__name__}`", KINDS[REENTRANT.get(name)], "yes" if name in WRITERS else "")
         for name in ARCHITECTURES
     }
-
-
-def test_the_files_that_it_names_are_there() -> None:
-    words = text_of("models").split("`")
-    named = [word for word in words if word.startswith("tests/")]
-    assert len(named) == 6
-    assert all((DOCS.parent / name).exists() for name in named)
 
 
 def scripted() -> nn.Module:

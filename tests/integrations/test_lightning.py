@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zstore
 from tests import warm
+from tests.pages import ROOT, blocks
 from zstore.checkpoint.reader import tags
 from zstore.errors import CheckpointError, CheckpointMismatchError
 from zstore.testing.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 WIDTH, BATCH, BATCHES = 192, 4, 7
 """Of the width a half of a matrix is large enough to rest on disk. With 3 batches a step the last of an epoch has one."""
 ROUNDING = 2e-6
@@ -212,7 +212,7 @@ def test_lightning_trains_as_alone_and_resumes_and_on_more_ranks(tmp_path: Path)
 
 def _page(rank: int, folder: str) -> None:
     os.chdir(folder)
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lightning.md").read_text(), re.DOTALL)
+    (block,) = blocks("docs/lightning.md")
     with _quiet():
         exec(block, {"__name__": "page"})
         exec(block, {"__name__": "page"})  # and once more, from the last checkpoint

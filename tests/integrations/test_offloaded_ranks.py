@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zstore.dcp
 from tests import warm
+from tests.pages import ROOT, blocks
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.optim import Offloaded, StoredTensor
@@ -212,18 +213,12 @@ def test_fsdp2_has_the_bits_of_torch_and_resumes_at_another_world_size(tmp_path:
         assert len({after for _, after in found.values()}) == 1
 
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/offloaded-optimizer.md"
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 2
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
+    for block in blocks("docs/offloaded-optimizer.md"):
+        exec(block, names)
     assert len(list(tmp_path.rglob("optimizer.pt"))) == len(list(tmp_path.rglob("step-3"))) == 1
 
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import re
 import runpy
 import shutil
 import sys
@@ -18,6 +17,7 @@ from transformers import TrainerCallback
 from tests import warm
 from tests.integrations.tokens import preferences, sentences, tokenizer, write_bert
 from tests.integrations.trainers import VOCAB, Texts, config, history, open_door, train, weights
+from tests.pages import ROOT, blocks
 from zstore.engine.adapters.deepspeed.engine import DeepSpeedEngine, complete_saves
 from zstore.engine.api.initialize import initialize
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
@@ -179,9 +179,6 @@ def test_a_bare_import_is_enough_and_a_program_that_ends_in_a_save_completes_it(
     assert newest(tmp_path / "out") is not None
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def _page(rank: int, folder: str) -> None:
     from accelerate.state import AcceleratorState
     from sentence_transformers import SentenceTransformer
@@ -194,9 +191,7 @@ def _page(rank: int, folder: str) -> None:
     names |= {name: str(place / name) for name in ("OUT", "DPO_OUT", "SENTENCES_OUT", "STATE", "WEIGHTS")}
     write_bert(place / "bert")
     names["SENTENCE_MODEL"] = SentenceTransformer(str(place / "bert"), device="cpu")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trainer.md").read_text(), re.DOTALL)
-    assert len(blocks) == 5
-    for block in blocks:
+    for block in blocks("docs/trainer.md"):
         AcceleratorState._reset_state(reset_partial_state=True)  # each is a script of its own
         exec(block, names)
     assert names["newest"] == Path(names["OUT"]) / "checkpoint-4"

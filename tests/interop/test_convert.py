@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 
 import zstore.dcp
 from tests.integrations.tokens import tokenizer
+from tests.pages import blocks, text_of
 from tests.tools.commands import done
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
@@ -35,7 +35,6 @@ from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import convert_command
 from zstore.tools.reshard import reshard_command
 
-DOCS = Path(__file__).parents[2] / "docs"
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 
@@ -264,17 +263,13 @@ def test_what_is_there_is_never_replaced_and_odd_options_are_refused(theirs: Pat
             convert_command(tmp_path, tmp_path / "odd", **options)  # type: ignore[arg-type]
 
 
-def blocks(name: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
-
-
 @alone
 def test_the_example_of_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (block,) = blocks("dcp.md", "python")
+    (block,) = blocks("docs/dcp.md")
     exec(block, {})
     for line in ("zstore inspect ckpt", "zstore verify ckpt", "zstore consolidate ckpt out"):
-        assert f"`{line}`" in (DOCS / "dcp.md").read_text()
+        assert f"`{line}`" in text_of("docs/dcp.md")
         done(line)
     assert load_file("out/model.safetensors")["weight"].shape == (4, 16)
 
@@ -284,7 +279,7 @@ def test_the_examples_of_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     weight = torch.randn(100, 30)
     dcp.save({"model": {"w": weight}, "step": 30}, checkpoint_id="theirs/step-30", no_dist=True)
-    block = blocks("checkpoints.md", "bash")[1]
+    block = blocks("docs/checkpoints.md", "sh")[1]
     for line in block.splitlines():
         done(line)
     assert torch.equal(torch.load("model.pt", weights_only=True)["w"], weight)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from tests.checkpoint.checkpoints import open_world, save_arrays
+from tests.pages import blocks, code_of, text_of
 from tests.serve.conftest import Serve, serving_of
 from tests.serve.sample import RUN_ID, JournalWriter
 from tests.tools.commands import done, here
@@ -263,10 +264,6 @@ def test_runs_with_dots_or_newlines_in_names(tmp_path: Path, serve: Serve, http:
         assert http.request("GET", f"{base}/api/runs/{quote(name, safe='')}/checkpoints").status == 200
 
 
-_DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (_DOCS / "service.md").read_text()
-
-
 def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     weight = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -277,7 +274,7 @@ def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.Monk
     base = serve(tmp_path / "runs")
     names: dict[str, Any] = {}
     ran: list[str] = []
-    for language, block in re.findall(r"```(python|bash)\n(.*?)```", TEXT, re.DOTALL):
+    for language, block in code_of("docs/service.md"):
         code = block.replace("http://127.0.0.1:8700", base).replace("/data/runs", str(tmp_path / "runs"))
         if language == "python":
             exec(code, names)
@@ -304,15 +301,10 @@ def test_the_examples_of_remote_reading_run(tmp_path: Path, serve: Serve, monkey
     values = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
     save_arrays(tmp_path / "run", {"model/0.weight": values}, world_size=2, step=2)
     base = serve(tmp_path / "run", token="open-sesame-open")
-    text = (_DOCS / "remote.md").read_text().partition("## Reading from a service\n")[2].partition("\n## ")[0]
     names: dict[str, Any] = {}
-    for language, block in re.findall(r"```(python|bash)\n(.*?)```", text, re.DOTALL):
-        code = block.replace("http://store:8700", base)
-        if language == "python":
-            exec(code, names)
-            continue
-        for line in code.splitlines():
-            done(line)
+    exec(blocks("docs/remote.md")[-1].replace("http://store:8700", base), names)
+    for line in blocks("docs/remote.md", "sh")[1].splitlines():
+        done(line.replace("http://store:8700", base))
     assert np.array_equal(names["rows"], values[10:20])
     assert np.array_equal(names["first"], values[0])
 
@@ -320,5 +312,5 @@ def test_the_examples_of_remote_reading_run(tmp_path: Path, serve: Serve, monkey
 def test_every_option_of_the_command_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     options = set(re.findall(r"--[a-z-]+", here("serve", "--help")[1])) - {"--help"}
-    table = TEXT[TEXT.index("| option |") : TEXT.index("## Authentication")]
+    table = text_of("docs/service.md").partition("| option |")[2].partition("## Authentication")[0]
     assert {option for option in options if f"`{option}" not in table} == set()

@@ -1,31 +1,37 @@
-"""Links of all pages lead somewhere, every page is on the site, and all that pages name and print is there."""
+"""Links of all pages lead somewhere, every page is on the site, and all that pages name and print exists or runs."""
 
 import ast
+import builtins
 import pkgutil
 import re
 import shlex
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 import typer
 
 from bench import figures
 from tests import warm
 from tests.layout import per_ten_thousand_words
+from tests.pages import ROOT, blocks, code_of, text_of
+from zstore import errors
+from zstore.engine.config.config import load_config
 from zstore.engine.config.parse import load_jsonc
 from zstore.tools import cli
+from zstore.tools.run.command import RunOptions, make_jobs
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 AT_THE_TOP = ("README", "README.ko", "SECURITY", "CONTRIBUTING", "CHANGELOG")
 PAGES = [*(ROOT / f"{name}.md" for name in AT_THE_TOP), *DOCS.rglob("*.md"), *ROOT.glob("bench/results/*.md")]
 PAGES.sort()
-
-
-FENCE = re.MULTILINE | re.DOTALL
+PROGRAMS = [
+    str(page.relative_to(ROOT)) for page in PAGES if page.parent.name != "results" and page.name != "README.ko.md"
+]
+"""Pages whose code runs. README.ko.md prints that of README.md."""
+DIRECTIVES = {"{toctree}", "{eval-rst}"}
 
 
 def prose(page: Path) -> str:
@@ -66,8 +72,7 @@ def test_every_page_is_on_the_site() -> None:
 
 
 def test_the_tree_of_the_page_is_there() -> None:
-    page = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
-    tree = page.partition("## Source tree")[2].partition("```\n")[2].partition("```")[0]
+    (tree,) = blocks("docs/how-it-works.md", "text")
     top, found = ROOT, set()
     for line in tree.splitlines():
         names = re.match(r"\s*((?:[\w.]+(?:/|\.py) )*[\w.]+(?:/|\.py))", line)
@@ -95,9 +100,8 @@ def test_the_readme_is_short() -> None:
 
 def test_the_korean_readme_has_the_same_code_commands_links_and_figures() -> None:
     def facts(name: str) -> tuple[list[str], list[str]]:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        code = "".join(re.findall(r"^```\w+\n(.*?)^```", text, FENCE)).splitlines()
-        links_and_figures = re.findall(r"(?<=\]\()(?!README)[^)\s]+|\d+\.\d+", text)
+        code = "".join(code for _, code in code_of(name)).splitlines()
+        links_and_figures = re.findall(r"(?<=\]\()(?!README)[^)\s]+|\d+\.\d+", text_of(name))
         return [line.partition("  #")[0].rstrip() for line in code], sorted(links_and_figures)
 
     assert facts("README.ko.md") == facts("README.md")
@@ -128,20 +132,15 @@ def test_pages_are_plain(words: str) -> None:
     assert per_ten_thousand_words(" ".join(texts.values()), words) <= MOST_IN_10_000_WORDS[words], found.most_common(10)
 
 
-def blocks(language: str) -> list[str]:
-    texts = (page.read_text(encoding="utf-8") for page in PAGES)
-    return [
-        textwrap.dedent(code) for text in texts for code in re.findall(rf"^ *```{language}\n(.*?)^ *```", text, FENCE)
-    ]
+def printed(language: str) -> list[str]:
+    return [code for page in PROGRAMS for code in blocks(page, language)]
 
 
-@pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.partition("\n")[0])
-def test_printed_python_can_be_read_and_imports_names_that_are_there(code: str) -> None:
-    """Most of it is run by the tests of the page's subject; so is `zstore.lightning`, whose import stands in for DeepSpeed."""
-    for node in ast.walk(compile(code, "page", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)):
-        if isinstance(node, ast.ImportFrom) and re.match(r"zstore\b(?!\.lightning)", node.module or ""):
-            for alias in node.names:
-                pkgutil.resolve_name(f"{node.module}:{alias.name}")
+def test_a_test_runs_the_programs_of_each_page() -> None:
+    assert {found for page in PROGRAMS for found, _ in code_of(page)} <= {"python", "sh", "json", "text"} | DIRECTIVES
+    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/*/test_*.py"))
+    run = set(re.findall(r'(?:blocks|code_of)\("([^"]+)"\)', tests))
+    assert {page for page in PROGRAMS if blocks(page)} - run == set()
 
 
 def test_the_reference_names_what_is_there() -> None:
@@ -153,35 +152,68 @@ def test_the_reference_names_what_is_there() -> None:
         pkgutil.resolve_name(name)
 
 
-@pytest.mark.parametrize("code", blocks("json"))
-def test_printed_json_can_be_read(code: str) -> None:
-    load_jsonc(code if code.startswith("{") else f"{{{code}}}", "page")
+@pytest.mark.parametrize("code", printed("json"))
+def test_printed_json_is_a_config_or_a_part_of_it(code: str) -> None:
+    load_config(load_jsonc(code if code.startswith("{") else f"{{{code}}}", "page"))
+
+
+def parsed(words: list[str]) -> typer.Context:
+    """Return what the command's own parser makes of `words`, which begin with the command."""
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, cli.Commands)
+    context = group.make_context("zstore", words[:1])
+    name, command, _ = group.resolve_command(context, words[:1])
+    return command.make_context(name, words[1:], parent=context)
 
 
 def commands() -> list[list[str]]:
-    lines = "\n".join([*blocks("bash"), *blocks("sh")]).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("zstore ")]
+    lines = "\n".join(printed("sh")).replace("\\\n", " ").splitlines()
+    lines = (re.sub(r"^[A-Z_]+=(\$\([^)]*\)|\S*) ", "", line) for line in lines)
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_printed_command_is_one(words: list[str]) -> None:
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, cli.Commands)
-    _, command, _ = group.resolve_command(group.make_context("zstore", words[1:2]), words[1:2])
-    script = next(
-        (at for at, word in enumerate(words) if word in ("--", "--module") or word.endswith(".py")), len(words)
-    )
-    known = {option for parameter in command.params for option in parameter.opts}
-    assert {word for word in words[2:script] if word.startswith("--")} <= known
+def test_a_printed_command_is_accepted(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of pages about checkpoints run, too, by the tests of these pages."""
+    program, *rest = words
+    monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
+    Path("ds.json").symlink_to("examples/zero3_disk.json")
+    Path("hosts").write_text(blocks("docs/launch.md", "text")[0])
+    if program == "zstore":
+        context = parsed(rest)
+        assert rest[0] != "run" or make_jobs(RunOptions(**context.params), {}, lambda: 8)
+    elif program == "torchrun":
+        options = torch.distributed.run.get_args_parser().parse_args(rest)
+        assert options.module
+        assert options.training_script == "zstore.as_deepspeed" or parsed(options.training_script_args)
+    elif program == "make":
+        makefile = text_of("Makefile")
+        assert all(re.search(rf"^{word.partition('=')[0]}(:| \?=)", makefile, re.MULTILINE) for word in rest)
+    elif program == "python":
+        assert rest[:2] == ["-m", "zstore.as_deepspeed"]
+        assert not rest[2].startswith("-")
+    else:
+        assert program in ("pip", "curl", "export")
 
 
-PAGE = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+def test_the_page_of_errors_quotes_the_messages_and_classes_of_the_source() -> None:
+    classes, _, messages = text_of("docs/errors.md").partition("## By message")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", classes, re.MULTILINE)
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ZstoreError)}
+    assert {name for name, _ in rows} == {kind.__name__ for kind in kinds} - {"ZstoreError", "CheckpointError"}
+    assert all(issubclass(getattr(errors, name), getattr(builtins, base)) for name, base in rows)
+    files = (path for top in ("zstore", "engine", "tools") for path in ROOT.glob(f"{top}/**/*.py"))
+    source = re.sub(r'"\n +f?"', "", "".join(path.read_text(encoding="utf-8") for path in files))
+    quoted = re.findall(r"^\| `([^`]+)` \|", messages, re.MULTILINE)
+    assert len(quoted) >= 5
+    assert [message for message in quoted if message not in source] == []
 
 
 def hops() -> list[tuple[str, str]]:
     """(file, name) of each hop; a file's names follow it until the next file."""
     found: list[tuple[str, str]] = []
-    for row in re.findall(r"^\| \d+ \| .* \| ([^|]*) \|$", PAGE, re.MULTILINE):
+    for row in re.findall(r"^\| \d+ \| .* \| ([^|]*) \|$", text_of("docs/how-it-works.md"), re.MULTILINE):
         path = ""
         for text in re.findall(r"`([^`]+)`", row):
             if text.endswith(".py"):
@@ -200,14 +232,9 @@ def test_a_hop_is_there(path: str, name: str) -> None:
         body = found[0].body
 
 
-def _example(word: str) -> str:
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (example,) = (e for e in re.findall(r"<!-- example -->\n```python\n(.*?)```", page, re.DOTALL) if word in e)
-    return str(example)
-
-
 def test_the_tier_keeps_the_contract(tmp_path: Path) -> None:
-    example = _example("TierContract")
+    key, example = blocks("CONTRIBUTING.md")
+    assert key in re.sub(r"^ +", "", text_of("engine/config/sections.py"), flags=re.MULTILINE)
     file = tmp_path / "test_mapped.py"
     file.write_text(example)
     command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", str(file)]

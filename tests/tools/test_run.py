@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from bench import process
 from tests import warm
+from tests.pages import blocks
 from zstore.errors import UsageError
 from zstore.tools.run import command as planning
 from zstore.tools.run.command import Hosts, RunOptions, limit, make_jobs, parse_hostfile, select
@@ -128,8 +129,8 @@ def test_ranks_find_each_other_and_get_the_arguments_as_they_are(tmp_path: Path,
 
 
 def test_the_script_of_the_page_runs_as_it_is_printed(tmp_path: Path, environment: dict[str, str]) -> None:
-    page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
-    (tmp_path / "hello.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    (script,) = blocks("docs/launch.md")
+    (tmp_path / "hello.py").write_text(script)
     code, out, _ = finish(tmp_path, environment, "--nproc", "2", "hello.py")
     assert (code, out) == (0, ["rank 0 of 2: 3", "rank 1 of 2: 3"])
 
