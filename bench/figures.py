@@ -172,16 +172,15 @@ _LIBRARIES = {
 
 def _distinct(rows: Sequence[Any]) -> list[Any]:
     """Return a row for each contender and budget, the last that was taken, of those without clipping."""
-    found = {(row["contender"], row.get("host_budget_bytes")): row for row in rows if not row.get("clip")}
-    return list(found.values())
+    return list({(row["contender"], row.get("host_budget_bytes")): row for row in rows if not row.get("clip")}.values())
 
 
 def _budget(budget_bytes: int | None) -> str:
     return "buffers alone" if budget_bytes is None else f"budget {budget_bytes / 1e9:.1f} GB"
 
 
-def _machine(machine: Any) -> str:
-    return f"{machine['cores']} cores, {machine['cpu'].replace('(R)', '').replace(' Processor', '')}"
+def _machine(machine: Any, words: str = "{} cores, {}") -> str:
+    return words.format(machine["cores"], machine["cpu"].replace("(R)", "").replace(" Processor", ""))
 
 
 PARTS = {
@@ -210,11 +209,13 @@ _WORDS = {
     "README.md": (
         "| what | zstore | compared with | measured on |",
         "training 1.2 B parameters from disk",
-        "{} s an iteration, {} GiB of memory",
+        "{} s per iteration, {} GiB of memory",
         "update of {} M parameters in host memory",
         "save of {} GB from memory: training stalls / durable after",
         "load of {} GB, every chunk verified",
         "full step of two processes in memory, stage 2, fp32",
+        "{} cores, {}",
+        "an earlier commit",
     ),
     "README.ko.md": (
         "| 항목 | zstore | 비교 대상 | 측정 환경 |",
@@ -224,19 +225,17 @@ _WORDS = {
         "메모리에 있는 {} GB 저장: 학습이 멈추는 시간 / 안전하게 기록되는 시간",
         "{} GB 불러오기, 모든 청크 검증",
         "메모리에서 두 프로세스의 전체 스텝, stage 2, fp32",
+        "코어 {}개, {}",
+        "이전 커밋",
     ),
 }
-"""Page -> its words for the head and the rows of the table."""
+"""Page -> its words for the head and the rows of the table, for the machine, and for an unknown commit."""
 _BEGIN, _END = "<!-- figures: python -m bench.figures -->\n", "<!-- end of figures -->\n"
 
 
-def _taken_on(found: Any) -> str:
-    return f"{_machine(found['machine'])}, {found.get('commit', 'an earlier commit')}"
-
-
-def _rows(words: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what was measured, ours, the peers', and where."""
-    _, training_, iteration, update, save, load, step = words
+def _rows(words: Sequence[str]) -> Iterator[tuple[str, str, str, Any]]:
+    """Yield what was measured, ours, the peers', and the results with their machine and commit."""
+    training_, iteration, update, save, load, step = words
     found = results("offload")
     rows = _distinct(next(one for one in found["models"] if one["model"] == "1.2b")["rows"])
     ours = next(row for row in rows if row["contender"] == "zstore" and row["host_budget_bytes"] is None)
@@ -244,12 +243,12 @@ def _rows(words: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
     mine, *theirs = (
         iteration.format(f"{row['iteration_s']:.1f}", f"{row['peak_bytes'] / _GIB:.1f}") for row in (ours, *peers)
     )
-    yield training_, mine, ", ".join(f"DeepSpeed: {text}" for text in theirs), _taken_on(found)
+    yield training_, mine, ", ".join(f"DeepSpeed: {text}" for text in theirs), found
     if (RESULTS / "optimizer.json").exists() and "deepspeed_s" in (found := results("optimizer"))["update"]:
         both = found["update"]
         size = f"{both['parameters'] / 1e6:.0f}"
         other = f"DeepSpeed CPUAdam: {1e3 * both['deepspeed_s']:.0f} ms"
-        yield update.format(size), f"{1e3 * both['zstore_s']:.0f} ms", other, _taken_on(found)
+        yield update.format(size), f"{1e3 * both['zstore_s']:.0f} ms", other, found
     found = results("checkpoint")
     of = {(row["what"], row["who"]): row for row in found["medians"] if row["model"] == "110m" and not row["error"]}
     size = f"{of['save', 'zstore, from memory']['bytes'] / 1e9:.1f}"
@@ -258,18 +257,20 @@ def _rows(words: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
     others = ", ".join(
         f"{name}: {of['save', who]['seconds']:.1f} s" for name, who in savers.items() if ("save", who) in of
     )
-    yield save.format(size), f"{1e3 * saved['stall_s']:.0f} ms / {saved['seconds']:.2f} s", others, _taken_on(found)
+    yield save.format(size), f"{1e3 * saved['stall_s']:.0f} ms / {saved['seconds']:.2f} s", others, found
     ours_s, theirs_s = (of["load", who]["seconds"] for who in ("zstore, from memory", "DCP 4 threads"))
-    yield load.format(size), f"{ours_s:.2f} s", f"torch DCP: {theirs_s:.2f} s", _taken_on(found)
+    yield load.format(size), f"{ours_s:.2f} s", f"torch DCP: {theirs_s:.2f} s", found
     found = results("overhead")
     row = next(row for row in found["rows"] if (row["processes"], row["precision"], row["stage"]) == (2, "fp32", 2))
-    yield step, f"{row['engine_s']:.2f} s", f"FSDP2: {row['other_s']:.2f} s", _taken_on(found)
+    yield step, f"{row['engine_s']:.2f} s", f"FSDP2: {row['other_s']:.2f} s", found
 
 
 def updated(name: str, page: str) -> str:
     """Return the page called `name` with the table of the results that are there."""
-    words = _WORDS.get(name, _WORDS["README.md"])
-    lines = [words[0], "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in _rows(words))]
+    head, *rows, machine, earlier = _WORDS.get(name, _WORDS["README.md"])
+    lines = [head, "|---|---|---|---|"]
+    for *cells, found in _rows(rows):
+        lines.append(f"| {' | '.join(cells)} | {_machine(found['machine'], machine)}, {found.get('commit', earlier)} |")
     before, _, rest = page.partition(_BEGIN)
     return before + _BEGIN + "\n".join(lines) + "\n" + _END + rest.partition(_END)[2]
 
@@ -279,8 +280,7 @@ PAGES = (ROOT / "README.md", ROOT / "README.ko.md", ROOT / "docs/figures.md")
 
 def written() -> dict[Path, str]:
     """Return the pages and the chart of the results that are there."""
-    pages = {page: updated(page.name, page.read_text(encoding="utf-8")) for page in PAGES}
-    return {PICTURE: figures(), **pages}
+    return {PICTURE: figures()} | {page: updated(page.name, page.read_text(encoding="utf-8")) for page in PAGES}
 
 
 def main() -> None:
