@@ -64,7 +64,9 @@ class PlanOptions:
         """Refuse options that name no model, or two."""
         num_given = 3 - (self.params, self.hidden, self.layers).count(None)
         if num_given != (3 if self.model is None else 0):
-            raise UsageError("name one model: either --model M, or --params, --hidden and --layers together")
+            raise UsageError(
+                "name one model: --model gpt-base (or a transformers folder), or --params, --hidden and --layers together"
+            )
 
 
 def plan_command(options: PlanOptions, json: Json = False) -> int:
@@ -72,7 +74,7 @@ def plan_command(options: PlanOptions, json: Json = False) -> int:
     from zstore.engine.plan.plan import describe
 
     run, config = make_run(options)
-    first = run.estimate(config, "this config" if options.config else "as asked, stage 0")
+    first = run.estimate(config, "this config" if options.config else "stage 0, no offload")
     weighed = [first]
     if not options.config or first.lacking:
         weighed += run.ladder(config)
@@ -225,7 +227,7 @@ def headline(run: PlannedRun, config: Mapping[str, Any]) -> str:
     """Return the line that describes the run."""
     resolved = run.resolved(config)
     devices = f"{run.gpus} GPU(s) of {format_bytes(run.gpu_bytes)}" if run.gpus else "the CPU"
-    disk = "as much disk as it takes" if run.disk_bytes is None else f"{format_bytes(run.disk_bytes)} of disk"
+    disk = "any amount of disk" if run.disk_bytes is None else f"{format_bytes(run.disk_bytes)} of disk"
     optimizer = "AdamW" if resolved.settings.optimizer is None else resolved.settings.optimizer.kind
     samples = resolved.batch.micro_batch_size * resolved.batch.accumulation_steps
     return (
@@ -253,7 +255,7 @@ def _print(run: PlannedRun, weighed: Sequence[Costs], chosen: Costs | None, *, p
 
 def _table(run: PlannedRun, weighed: Sequence[Costs], chosen: Costs | None) -> Table:
     places = ("device", "host", "disk") if run.gpus else ("host", "disk")
-    table = make_table(("config",), (*places, "moved a step"))
+    table = make_table(("config",), (*places, "moved per step"))
     table.add_column("fits", overflow="fold")
 
     def add(one: Costs, title: str) -> None:

@@ -19,7 +19,7 @@ def serve_command(
     places: Annotated[
         list[str],
         typer.Argument(
-            metavar="[NAME=]PATH_OR_URL...",
+            metavar="[NAME=]PATH_OR_URL",
             help="A run's folder of checkpoints, or a folder of such folders; URLs work too.",
             show_default=False,
         ),

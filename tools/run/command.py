@@ -60,9 +60,7 @@ class RunOptions:
     """Options on the command line. None or "": not given."""
 
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script, or with --module a module.")]
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments passed to the script.")] = (
-        None
-    )
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments passed to the script.")] = None
     nproc: Annotated[
         int | None,
         typer.Option(
