@@ -458,7 +458,7 @@ class Changes:
             for number, values in zip(numbers, copy.targets, strict=True):
                 rows[number] = values
         h2d, work = H2DQueue(transfers), []
-        h2d.most *= batch.threads
+        h2d.max_pending *= batch.threads
         for call in batch.calls:
             step = self.step_of(call.records[0])
             self._steps.update(dict.fromkeys(call.records, step))

@@ -1,14 +1,14 @@
-"""The compute device: its streams, events and pinned memory, and copies between tensors in different memories.
+"""The compute device: its streams, events and pinned memory, and copies between host and device memory.
 
 [Note: copies across]
-A device executes work asynchronously, in the order of a stream. Background copies use separate streams, one for each
-direction. So each copy follows an event, and code that uses its target or reuses its source waits for its end:
-event    a point in the work submitted to the device: a copy reads and writes device memory after it.
-copy     starts after an event and ends with one. Tensors that move together, a unit's, are one copy: one call.
-wait     blocks the host until the event: then the target is filled, for the device too, and the source may be reused.
-follow   makes the device wait, not the host: work submitted from now on sees the values.
-Threads submit work on the stream of their creator. torch casts on the host's side of a blocking copy, so values cross in the
-type of the device's side. A background copy is cast before its start or after its end.
+A device executes work asynchronously, in the order of a stream. Background copies use two other streams, one per direction.
+So each copy waits for an event, and code that uses its target or reuses its source waits for the copy's end:
+event    a point in the work submitted to the device; a copy accesses device memory only after its event.
+copy     starts after an event and ends with one. The tensors of a unit are copied by one call.
+wait     blocks the host until the event; then host and device see the new values, and the source may be reused.
+follow   makes the device wait, and not the host: work submitted from now on sees the new values.
+Threads submit work on the stream of the thread that started them. torch casts on the host's side of a blocking copy, so the
+values cross in the device tensor's type. A background copy is cast before its start or after its end.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ from zstore.store import MEMORY_TILE_NUMEL
 _MAX_PENDING_TILES = 2
 """Tiles being copied to the device: one is copied while the next is computed."""
 _MAX_DOWN_BYTES = 256 * 1024 * 1024
-"""Most device memory of pending copies to host memory (or of the two largest batches). A batch uses half of it, except for a
-larger tensor."""
+"""Maximum device memory of pending copies to host memory (at least the two largest batches). A batch uses half of it, or has
+one larger tensor."""
 _MIN_MEAN_NUMEL = 128 * 1024
 _MAX_TILE_THREADS = 4
-"""Threads that process tiles, and share torch's: sixteen waited for each other's Python, and one leaves the cores idle while
-its Python runs."""
+"""Maximum number of threads for tiles. Sixteen waited for each other's Python; one leaves cores idle while its Python runs."""
 
 T = TypeVar("T")
 
 Event = Any
-"""A point in the work of a device; opaque except to the streams that recorded it."""
+"""A point in the work of a device; opaque to all but the streams that recorded it."""
 StreamContext = Callable[[], AbstractContextManager[None]]
 
 
@@ -74,15 +73,15 @@ class Streams:
         return torch.empty(numel, dtype=dtype)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy across, cast on the host's side, in the order of this thread's stream; blocks."""
+        """Copy between host and device, cast on the host's side, in the order of this thread's stream; blocks."""
         target.copy_(source)
 
     def record(self) -> Event:
-        """Return the event after the work that this thread submitted so far."""
+        """Return the event after the work that this thread has submitted."""
         return None
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], after: Event) -> Event:
-        """Start to copy each source into its target, all in one direction and of equal types, in the background; return the
+        """Start to copy each source into its target in the background, all in one direction and between equal types; return the
         event of the end."""
         torch._foreach_copy_(targets, sources)
 
@@ -201,15 +200,15 @@ class Transfers:
         self._links = links
         self._rooms = None if streams.device_is_host else rooms
 
-    def empty_host(self, numel: int, dtype: torch.dtype, what: str = "") -> torch.Tensor:
-        """Return host memory for `numel` elements, 1-D, pinned if possible: that of a freed tensor for the same `what`, or new.
-        For sizes that repeat in every step."""
+    def empty_host(self, numel: int, dtype: torch.dtype, purpose: str = "") -> torch.Tensor:
+        """Return host memory for `numel` elements, 1-D, pinned if possible: that of a freed tensor of the same `purpose`, or
+        new. For sizes that repeat in every step."""
         if self._rooms is None or not numel:
             return self.streams.empty_host(numel, dtype)
-        return as_torch(self._rooms.take(numel * dtype.itemsize, what)).view(dtype)
+        return as_torch(self._rooms.take(numel * dtype.itemsize, purpose)).view(dtype)
 
     def synchronize(self) -> None:
-        """Wait until the device has done this thread's work: other streams may read its memory."""
+        """Wait until the device has completed this thread's work, so that other streams may read its memory."""
         self.streams.wait(self.streams.record())
 
     def link(self, source: torch.Tensor, target: torch.Tensor) -> str | None:
@@ -231,7 +230,7 @@ class Transfers:
     def begin(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, counted: bool = True
     ) -> Copy:
-        """Start a copy across, between equal types, after the work submitted so far (or `after`)."""
+        """Start a copy between host and device, between equal types, after the work submitted up to now (or `after`)."""
         return self.begin_all([target], [source], after=after, counted=counted)
 
     def begin_all(
@@ -245,15 +244,16 @@ class Transfers:
         return Copy(self.streams, event, targets, sources)
 
     def bring_all(self, values: list[torch.Tensor], others: list[torch.Tensor]) -> Copy:
-        """Start to copy `values`, 1-D and all in one direction, each into new memory where one of `others` is."""
+        """Start to copy `values`, 1-D and all in one direction, each into new memory on the device of one of `others`."""
         if self.streams.is_host(others[0]):
-            targets = [self.empty_host(one.numel(), one.dtype) for one in values]
+            targets = [self.empty_host(source.numel(), source.dtype) for source in values]
         else:
-            targets = [other.new_empty(one.numel(), dtype=one.dtype) for one, other in zip(values, others, strict=True)]
+            pairs = zip(values, others, strict=True)
+            targets = [other.new_empty(source.numel(), dtype=source.dtype) for source, other in pairs]
         return self.begin_all(targets, values)
 
     def finish(self, copy: Copy) -> torch.Tensor:
-        """Wait for a copy, count the wait, and return the values."""
+        """Wait for a copy, record how long, and return the values."""
         if not copy.done():
             link = "device_to_host" if self.streams.is_host(copy.values) else "host_to_device"
             started = time.perf_counter()
@@ -263,24 +263,25 @@ class Transfers:
 
 
 class Scratch(threading.local):
-    """Memory of each thread for one tile, by name, reused for later tiles: newly allocated memory has fresh pages, which cost
-    more than the work on it."""
+    """Memory of each thread for one tile, by name, reused for later tiles: page faults of newly allocated memory cost more than
+    the work on it."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._memory: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, like: torch.Tensor, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
-        """Return memory on the device of 1-D `like`, of its length or `numel`, undefined, until `name` is taken again."""
+        """Return uninitialized memory on the device of 1-D `like`, of its length or `numel`, valid until the next call for
+        `name`."""
         numel = like.numel() if numel is None else numel
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() < numel or kept.dtype != dtype or kept.device != like.device:
-            kept = self._kept[name] = like.new_empty(numel, dtype=dtype)
-        return kept[:numel]
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < numel or memory.dtype != dtype or memory.device != like.device:
+            memory = self._memory[name] = like.new_empty(numel, dtype=dtype)
+        return memory[:numel]
 
 
 class GradientTiles:
-    """The rows of a gradient, tile by tile, in fp32 in the memory of the state, copied there ahead of use if needed. With
-    `scratch` each tile uses the same memory, unless the rows can be changed in place."""
+    """The rows of a gradient, tile by tile, in fp32 in the memory of the state; if they are in another memory, the next tile is
+    copied ahead. With `scratch` all tiles use the same memory, unless the rows can be changed in place."""
 
     def __init__(self, transfers: Transfers, rows: torch.Tensor, scratch: Scratch | None = None) -> None:
         self._transfers = transfers
@@ -301,7 +302,7 @@ class GradientTiles:
         return self.on_host(first, stop).float()
 
     def on_host(self, first: int, stop: int) -> torch.Tensor:
-        """Return rows `[first, stop)` of a device in their own type in host memory, for the caller to change."""
+        """Return rows `[first, stop)`, which are on a device, in their own type in host memory, for the caller to change."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[:2] != (first, stop):
             ahead = self._begin(first, stop)
@@ -317,17 +318,17 @@ class GradientTiles:
 
 
 class H2DQueue:
-    """Copies of new rows to the parameters' memory: a tile is copied while the next is computed. For several threads."""
+    """Copies of updated weights to the parameters' memory: a tile is copied while the next is computed. Thread-safe."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._pending: deque[Copy] = deque()
-        self._places = count()
-        self.most = _MAX_PENDING_TILES
+        self._counter = count()
+        self.max_pending = _MAX_PENDING_TILES
         """Maximum number of pending tiles."""
 
     def put(self, rows: list[torch.Tensor], masters: list[torch.Tensor], after: Event = None) -> None:
-        """Cast `masters` into `rows`, all of one type and in one memory, which have the values after `drain`. Before it masters
+        """Cast `masters` into `rows`, all of one type and in one memory, which are complete after `drain`. Before it, masters
         on the device must not change; those in host memory may on return. Rows on the device are written after the work
         submitted so far, or `after` an event if no later work reads them."""
         link = self._transfers.link(masters[0], rows[0])
@@ -341,12 +342,12 @@ class H2DQueue:
             self.send(rows, staged, after)
 
     def stage(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return host memory for new values of `rows`, to `send` them: `rows` themselves if they are in host memory."""
+        """Return host memory for the new values of `rows`, for `send`: `rows` themselves if they are in host memory."""
         if self._transfers.streams.is_host(rows[0]):
             return list(rows)
-        # Places alternate: every step uses the same memory.
-        place, sizes = f"rows {next(self._places) % (self.most + 1)}", [one.numel() for one in rows]
-        return list(self._transfers.empty_host(sum(sizes), rows[0].dtype, place).split_with_sizes(sizes))
+        # In turn, so that every step uses the same memory.
+        purpose, sizes = f"rows {next(self._counter) % (self.max_pending + 1)}", list(map(torch.Tensor.numel, rows))
+        return list(self._transfers.empty_host(sum(sizes), rows[0].dtype, purpose).split_with_sizes(sizes))
 
     def send(self, rows: Sequence[torch.Tensor], staged: list[torch.Tensor], after: Event = None) -> None:
         """Copy the `staged` values into `rows`; see `put`."""
@@ -356,17 +357,17 @@ class H2DQueue:
     def add(self, copy: Copy) -> None:
         """Add a copy that `drain` waits for."""
         self._pending.append(copy)
-        self.drain(self.most)
+        self.drain(self.max_pending)
 
-    def drain(self, most: int = 0) -> None:
-        """Wait for all tiles except the last `most`."""
-        while len(self._pending) > most and (copy := _next(self._pending)) is not None:
+    def drain(self, max_pending: int = 0) -> None:
+        """Wait for all tiles except the last `max_pending`."""
+        while len(self._pending) > max_pending and (copy := _next(self._pending)) is not None:
             self._transfers.finish(copy)
 
 
 class D2HQueue:
-    """Copies of values of the device to host memory, in batches; each is delivered in the order in which it was put. Used from
-    one thread at a time."""
+    """Copies from the device to host memory, in batches, which are delivered in the order of `put`. Used from one thread at a
+    time."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -374,21 +375,21 @@ class D2HQueue:
         """The next copies, not started yet."""
         self._batch_bytes = 0
         self._pending: deque[tuple[Copy, list[Callable[[torch.Tensor], None]], int]] = deque()
-        """Each batch that was started, who gets its values, and its bytes on the device."""
+        """The batches that were started: copy, receivers of the values, and bytes on the device."""
         self._max_bytes = _MAX_DOWN_BYTES
 
     def put(self, target: torch.Tensor | None, values: torch.Tensor, deliver: Callable[[torch.Tensor], None]) -> None:
-        """Let `values` be copied to `target`, of their type (None: to new host memory), and then delivered."""
+        """Add a copy of `values` to `target`, of the same type, or to new host memory (None); `deliver` gets the result."""
         self._batch.append((target, values, deliver))
         self._batch_bytes += values.nbytes
 
     @property
     def is_full(self) -> bool:
-        """Whether the batch is to be sent."""
+        """Whether the batch should be sent."""
         return self._batch_bytes >= _MAX_DOWN_BYTES // 2
 
     def send(self) -> None:
-        """Start to copy the batch; deliver earlier ones that are complete, or that hold too much memory."""
+        """Start to copy the batch; deliver earlier ones that are complete, or, to free memory, wait for them."""
         if not self._batch:
             return
         batch, nbytes, self._batch, self._batch_bytes = self._batch, self._batch_bytes, [], 0
@@ -412,25 +413,25 @@ class D2HQueue:
             self._deliver()
 
     def drop(self) -> None:
-        """Discard all copies, after those that were started no longer write."""
+        """Discard all copies, once those that were started have ended."""
         while self._pending:
             self._pending.popleft()[0].wait()
         self._batch, self._batch_bytes = [], 0
 
 
-def one_thread(enabled: bool = True, *, most: int = 1) -> AbstractContextManager[object]:
-    """Return a context in which operations of this thread, and of no other, use one of torch's threads, or `most`. An
-    operation on a tile takes some 10 microseconds, and waking a thread for it takes as long. The values are the same."""
+def one_thread(enabled: bool = True, *, num_threads: int = 1) -> AbstractContextManager[object]:
+    """Return a context in which operations of this thread, and of no other, use one of torch's threads, or `num_threads`. An
+    operation on a tile takes some 10 microseconds, and so does waking a thread for it. The results are the same."""
     if not enabled:
         return nullcontext()
     torch.get_num_threads()  # lets torch set this thread's number, which it would otherwise do over ours at the first operation
-    limits: AbstractContextManager[object] = _openmp().limit(limits=most)
+    limits: AbstractContextManager[object] = _openmp().limit(limits=num_threads)
     return limits
 
 
 def threads_for(numels: Sequence[int]) -> int:
-    """Return the number of threads for `side_by_side` over tiles of arrays of this many elements: one if torch has one,
-    if there is little work, or if arrays are so small that Python, with its lock, takes longer."""
+    """Return the number of threads for `side_by_side` over tiles of arrays with `numels` elements: one if torch has one thread,
+    if there is little work, or if the arrays are so small that Python, with its lock, dominates."""
     numel = sum(numels)
     if numel < len(numels) * _MIN_MEAN_NUMEL:
         return 1
@@ -448,36 +449,36 @@ def side_by_side(
     """Call `work` on all `items`, on `num_threads` threads, which share torch's threads and each enter `context`.
 
     The threads take the items in order. They wait for each other only at the end, and do not spin in each operation as
-    torch's threads do. All items exist before the first is taken: threads that waited for new ones slept longer than they
+    torch's threads do. All items are made before the first is taken: threads that waited for new ones slept longer than they
     worked. The first error stops items that have not started. With one thread the caller does the work, with all torch threads.
     """
     if num_threads <= 1:
         for item in items:
             work(item)
         return
-    left = deque(items)
+    remaining = deque(items)
 
     def serve() -> None:
         try:
-            while (item := _next(left)) is not None:
+            while (item := _next(remaining)) is not None:
                 work(item)
         except BaseException:
-            left.clear()
+            remaining.clear()
             raise
 
     share = max(1, torch.get_num_threads() // num_threads)
 
     def work_alone() -> None:
-        with one_thread(most=share), context():
+        with one_thread(num_threads=share), context():
             serve()
 
     with Workers(num_threads - 1, "zstore-tiles") as workers:
         workers.run([work_alone] * num_threads, here=True)
 
 
-def _next(left: deque[T]) -> T | None:
+def _next(items: deque[T]) -> T | None:
     try:
-        return left.popleft()
+        return items.popleft()
     except IndexError:  # another thread took the last one
         return None
 
