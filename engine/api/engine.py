@@ -100,7 +100,6 @@ class Engine(nn.Module):
         self._open_no_syncs = 0
         self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
-        training.optimizer.scaler = training.scaler
         checkpoints = self.checkpoints
         # Not a bound method, which would keep this object from being collected.
         self.journal.saves_s = lambda: {"save called": checkpoints.stall_s}
@@ -268,7 +267,8 @@ class Engine(nn.Module):
         """
         training, call = self.training_state, f"set_train_batch_size({train_batch_size!r})"
         training.require_optimizer(call)
-        training.resize(self.access.finished(call, lambda: training.accumulation.batch_of(train_batch_size)))
+        batch = self.access.finished(call, lambda: training.accumulation.batch_of(train_batch_size))
+        training.accumulation.resize(batch, training.counters.global_steps)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

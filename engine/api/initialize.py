@@ -23,7 +23,7 @@ from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
 from ..config.config import Config, load_config
 from ..config.resolve import ResolveContext, precision_note, read_answers
 from ..extras import register_parts
-from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
+from ..optim.optimizer import LossScaler, NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
 from ..plan.plan import hidden_size
 from ..plan.run import find_native
@@ -214,18 +214,19 @@ def config_source(args: Any, config: Any, config_params: Any = None, call: str =
 def _optimizer(
     config: Config, client: torch.optim.Optimizer | None, parameters: Any, model: nn.Module
 ) -> ZeroOptimizer:
+    scaler = LossScaler(settings=config.loss_scaling, non_finite=config.non_finite_gradients)
     if config.frozen:
-        return NoOptimizer()
+        return NoOptimizer(scaler)
     if client is not None:
         if not isinstance(client, torch.optim.Optimizer):
             raise UsageError(f"initialize(optimizer=...): expected a torch optimizer, got {type(client).__name__}")
-        return ZeroOptimizer(client)
+        return ZeroOptimizer(client, scaler)
     if config.settings.optimizer is None:
         raise ConfigError(
             f'{config.source}: there is no optimizer: add an "optimizer" section to the config, or pass optimizer=...; '
             "for evaluation, generation or a reference model leave the scheduler out too, or pass frozen=True"
         )
-    return ZeroOptimizer(optimizer_from_config(config.settings.optimizer, parameters, model))
+    return ZeroOptimizer(optimizer_from_config(config.settings.optimizer, parameters, model), scaler)
 
 
 def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> LRSchedule | None:

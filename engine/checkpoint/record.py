@@ -266,7 +266,8 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     options = plan.options
     if not options.load_module_only:
         training.accumulation.batch = batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
-        training.counters, training.earlier_samples = type(training.counters)(**record["counters"]), 0
+        training.counters = type(training.counters)(**record["counters"])
+        training.accumulation.earlier_samples = 0
         saved = record["batch"]
         if not isinstance(saved, Mapping) or saved.get("accumulation_steps") != batch.accumulation_steps:
             training.counters.micro_steps = training.counters.global_steps * batch.accumulation_steps

@@ -144,8 +144,8 @@ class _Tensor:
         self.kept_numel = self.numel = 0
         """Elements of a row without the gradient, and with it."""
         for slot in (None, *state.kernel_slots(record), None):
-            grid = state.state_grid_of(record, slot)
             whole = shape if slot is None or slot.shape is None else slot.shape
+            grid = state.state_grid_of(record, whole)
             self.parts.append(_Part(record=record, slot=slot, shape=whole, grid=grid, offset=self.numel))
             self.kept_numel = self.numel
             self.numel += round_up(grid.shard_numel, ALIGN_NUMEL)  # as aligned as separate memory

@@ -118,7 +118,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     loop changes nothing; the engine updates.
     """
 
-    def __init__(self, client: torch.optim.Optimizer) -> None:
+    def __init__(self, client: torch.optim.Optimizer, scaler: LossScaler) -> None:
         super().__init__(client.param_groups, client.defaults)
         self.kind = type(client)
         """Class whose update is carried out."""
@@ -129,8 +129,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.client = client
         """The given object, or one created from the config."""
         self.state = client.state
-        self.scaler: LossScaler | None = None
-        """The engine's loss scale; None until there is an engine."""
+        self.scaler = scaler
         self._client_steps = rule_of(self.kind, whole=True) is CLIENT
         """Whether the given object takes the steps itself."""
         self._in_engine_step = False
@@ -152,7 +151,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """Factor of the loss; always 1 except in fp16."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        return self.scaler.scale
 
     @property
     def cur_scale(self) -> float:
@@ -183,11 +182,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 class NoOptimizer(ZeroOptimizer):
     """The optimizer of a frozen engine: it has no groups, and updates nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, scaler: LossScaler) -> None:
         # Not torch's `__init__`: it refuses to be without parameters.
         self.param_groups, self.defaults, self.state = [], {}, defaultdict(dict)
-        self.kind = torch.optim.AdamW
-        self.scaler = None
+        self.kind, self.scaler = torch.optim.AdamW, scaler
 
 
 def optimizer_from_config(config: OptimizerSection, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:

@@ -44,8 +44,8 @@ class InPlace(NamedTuple):
 
 
 class OptimizerState:
-    """This rank's arrays. `kernels` has one entry per parameter group; `types` gives the type of gradients that wait on disk;
-    `host_ranks` ranks share the cores with the kernel of state in host memory, or with 0 that is torch's."""
+    """This rank's arrays. `kernels` has one entry per parameter group; `codec` says how slots are stored; `host_ranks` ranks
+    share the cores with the kernel of state in host memory, or with 0 that is torch's."""
 
     def __init__(
         self,
@@ -54,21 +54,17 @@ class OptimizerState:
         transfers: Transfers,
         *,
         is_sharded: bool = False,
-        types: GradientTypes[torch.dtype] | None = None,
+        codec: SlotCodec | None = None,
         host_ranks: int = 0,
     ) -> None:
         self.store = store
         self.transfers = transfers
         self.is_sharded = is_sharded
         """Whether each rank holds only its own rows; else every rank holds everything."""
-        self.codec = SlotCodec()
-        """How slots are stored; set before `add`."""
-        self.owns_fp32 = False
-        """Whether fp32 parameters are their own masters wherever their slots are; set before `add`."""
+        self.codec = codec or SlotCodec()
         self.host: HostKernel | None = None
         """The kernel of state in host memory; None: torch's kernel, or no such state."""
         self.host_ranks = host_ranks
-        self._types = types or GradientTypes(summed=torch.float32)
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
         """All parameters, in order."""
@@ -78,23 +74,29 @@ class OptimizerState:
         """Step counts and similar scalars of each parameter that the optimizer updates."""
         self.spilled: dict[ParameterRecord, str] = {}
         """Parameters whose gradients wait for the update on disk, and their arrays there."""
-        self.gradients_on_host: set[ParameterRecord] = set()
-        """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self.plans: dict[Any, Any] = {}
         """Cached results of `planned`; cleared when kernels change or memory is taken away."""
-        self._layout_generation = self._num_planned = 0
-        """The store's layout generation that they belong to, and the length of their keys."""
+        self._layout_generation = 0
+        """The store's layout generation that they belong to."""
         self._own_master: set[ParameterRecord] = set()
-        self._own_shapes: dict[str, SlotArray] = {}
-        """Arrays that have another shape than their parameter."""
 
     def gradient_spill(self) -> GradientSpill:
         """Return the access to gradients that wait on disk, each in its array of `spilled`."""
         return GradientSpill(self.store, self.spilled, self.transfers)
 
-    def add(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, placement: Places) -> None:
+    def add(
+        self,
+        record: ParameterRecord,
+        initial: torch.Tensor | RowsInStore,
+        placement: Places,
+        *,
+        types: GradientTypes[torch.dtype] | None = None,
+        owns_fp32: bool = False,
+    ) -> None:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
 
+        A gradient that waits on disk has the planned one of `types`. With `owns_fp32` a parameter in fp32 is its own master
+        wherever its slots are.
         Rows that are in the store become its `model/` array if that belongs on their tier; else they are copied from it.
         The rows of an offloaded parameter are in `record.stored_array` from now on, and it is released.
         """
@@ -104,7 +106,7 @@ class OptimizerState:
         offloaded = placement.parameter != "device"
         # Fetched rows: only these cross from host memory to the device.
         tier: TierName = "pinned" if placement.parameter == "host" else placement.parameter
-        own_master = record.dtype == torch.float32 and (offloaded or placement.state == "device" or self.owns_fp32)
+        own_master = record.dtype == torch.float32 and (offloaded or placement.state == "device" or owns_fp32)
         if record.group is not None and not own_master:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
             if offloaded:
@@ -128,14 +130,15 @@ class OptimizerState:
             if slot.shape is None:
                 self._create(record, name, slot.dtype, placement.state)
                 continue
-            spec, grid = replace(record.spec(name, slot.dtype), shape=slot.shape), self.state_grid_of(record, slot)
-            self._own_shapes[spec.name] = slot
+            spec, grid = (
+                replace(record.spec(name, slot.dtype), shape=slot.shape),
+                self.state_grid_of(record, slot.shape),
+            )
             self.store.create(spec, grid=grid, shard=record.state_shard, tier=placement.state)
         self.scalars[record] = self.kernels[record.group].initial()
-        if placement.gradient == "host":
-            self.gradients_on_host.add(record)
         if placement.gradient == "disk":
-            self.spilled[record] = self._create(record, "gradient", self._types.planned(record.dtype), "disk")
+            dtype = (types or GradientTypes(summed=torch.float32)).planned(record.dtype)
+            self.spilled[record] = self._create(record, "gradient", dtype, "disk")
 
     def use_in_place(self, record: ParameterRecord) -> None:
         """Let a released parameter be used in place, if this rank has all its rows in memory that the device computes
@@ -177,11 +180,11 @@ class OptimizerState:
         """Return the slots that a parameter's kernel works on, in its order; none of a frozen one."""
         return () if record.group is None else self.kernels[record.group].arrays(record.owned_numel, record.shape)
 
-    def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
-        """Return how this rank's state of a parameter is cut: an array of the parameter's shape, or of `slot`'s."""
-        if slot is None or slot.shape is None:
+    def state_grid_of(self, record: ParameterRecord, shape: tuple[int, ...]) -> Grid:
+        """Return the partition of an array of `shape` in this rank's state of a parameter."""
+        if shape == record.shape:
             return record.state_grid
-        return make_grid(stored_shape(slot.shape), record.world_size if self.is_sharded else 1)
+        return make_grid(stored_shape(shape), record.world_size if self.is_sharded else 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or in the store."""
@@ -193,9 +196,8 @@ class OptimizerState:
 
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
-        if name in self._own_shapes:
-            return make_grid(self.store.spec(name).stored_shape, record.world_size)
-        return record.state_grid if self.is_sharded else record.grid
+        spec = self.store.spec(name)
+        return record.grid if spec.shape == record.shape else make_grid(spec.stored_shape, record.world_size)
 
     def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is cut in a checkpoint."""
@@ -204,11 +206,12 @@ class OptimizerState:
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""
-        if name in self._own_shapes:
-            grid = self.state_grid_of(record, self._own_shapes[name])
-            rows = grid.shard_range(record.state_shard)
-            return rows[0] * grid.row_numel, rows[1] * grid.row_numel
-        return record.owned_range
+        shape = self.store.spec(name).shape
+        if shape == record.shape:
+            return record.owned_range
+        grid = self.state_grid_of(record, shape)
+        rows = grid.shard_range(record.state_shard)
+        return rows[0] * grid.row_numel, rows[1] * grid.row_numel
 
     def kernel_of(self, record: ParameterRecord) -> tuple[Kernel, int]:
         """Return the kernel of a trained parameter, and the number of its group."""
@@ -237,14 +240,12 @@ class OptimizerState:
         """Return what `make` made for `key`, once as long as it fits and the store is not rearranged."""
         if self._layout_generation != self.store.layout_generation:
             self.plans.clear()
-            self._layout_generation, self._num_planned = self.store.layout_generation, 0
+            self._layout_generation = self.store.layout_generation
         found: T | None = self.plans.get(key)
         if found is None or not fits(found):
-            if self._num_planned > _MAX_PLANS * (len(self.scalars) + _MAX_PLANS):  # not a plan that is read ahead
-                self.plans.clear()
-                self._num_planned = 0
+            if sum(map(len, self.plans)) > _MAX_PLANS * (len(self.scalars) + _MAX_PLANS):
+                self.plans.clear()  # a plan that is prefetched stays alive
             found = self.plans[key] = make()
-            self._num_planned += len(key)
         return found
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:

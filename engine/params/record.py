@@ -109,7 +109,6 @@ class ParameterRecord:
     """The parameter's version counter, unless other code writes to it."""
 
     def __post_init__(self) -> None:
-        self._kind = type(self.parameter)
         self.address, self.shape = self.full.data_ptr(), self.parameter.shape
         self.note_version()
 
@@ -217,13 +216,13 @@ class ParameterRecord:
         """Turn the parameter into a `ReleasedParameter`, and keep the gathered memory."""
         self.use_values(self._placeholder)
         self.parameter.__dict__["record"] = self
-        self.parameter.__class__ = _released_kind(self._kind)
+        self.parameter.__class__ = _released_kind(type(self.parameter))
         self.residency = Residency.RELEASED
 
     def use_values(self, values: torch.Tensor) -> None:
         """Let the parameter have the memory of `values`."""
         if self.parameter.__dict__.pop("record", None) is not None:
-            self.parameter.__class__ = self._kind
+            self.parameter.__class__ = type(self.parameter).__bases__[-1]  # see `_released_kind`
         self.parameter.data = values
         self.address = values.data_ptr()
 
@@ -331,7 +330,7 @@ class ReleasedParameter(nn.Parameter):
 
 @cache
 def _released_kind(kind: type[nn.Parameter]) -> type[ReleasedParameter]:
-    """Return the class of a released parameter of this class."""
+    """Return the class of a released parameter of this class, which is its last base."""
     return ReleasedParameter if kind is nn.Parameter else new_class(kind.__name__, (ReleasedParameter, kind))
 
 

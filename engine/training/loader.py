@@ -48,6 +48,8 @@ class Accumulation:
     batch: BatchSizes
     """Sizes of the config; after a load at another world size, computed from the saved global batch."""
     world_size: int
+    earlier_samples: int = 0
+    """Correction to the count of samples for steps taken with an earlier batch size."""
     stepped: int = 0
     """Calls of `step()` since the last optimizer step."""
     backwards: int = 0
@@ -75,6 +77,11 @@ class Accumulation:
     def restart(self) -> None:
         """Discard the micro-batches of the current step."""
         self.stepped, self.backwards, self.was_cleared = 0, 0, False
+
+    def resize(self, batch: BatchSizes, steps: int) -> None:
+        """Use other batch sizes after `steps` optimizer steps."""
+        self.earlier_samples += steps * (self.batch.train_batch_size - batch.train_batch_size)
+        self.batch = batch
 
     def batch_of(self, train_batch_size: int) -> BatchSizes:
         """Return the batch sizes with that many samples a step, by another number of micro-batches.

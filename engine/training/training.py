@@ -14,13 +14,11 @@ from zstore.ranks.world import World
 
 from ..activations.offload import ActivationOffload
 from ..config.config import Config
-from ..config.resolve import BatchSizes
 from ..optim.kernel import StepSettings
 from ..optim.optimizer import LossScaler, ZeroOptimizer
 from ..optim.state import OptimizerState
 from ..optim.update import Update
 from ..params.record import OTHER_MODES, ParameterRecord, Residency
-from ..params.sharding import Sharding
 from ..plan.plan import Plan
 from ..runtime.device import labelled
 from ..zero.fetch import all_gather_rows
@@ -40,7 +38,6 @@ class Training:
 
     world: World
     config: Config
-    sharding: Sharding
     model: nn.Module
     plan: Plan
     """Which tier holds each array; fixed before any memory is allocated."""
@@ -50,7 +47,6 @@ class Training:
     hooks: UnitHooks | None
     """None if parameters are not sharded."""
     optimizer: ZeroOptimizer
-    scaler: LossScaler
     run_id: str
     """Identifies the training run; kept across resumes."""
     activations: ActivationOffload | None = None
@@ -60,8 +56,6 @@ class Training:
     compiled: CompiledUnits | None = None
     """None if no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
-    earlier_samples: int = 0
-    """Correction to `samples` for steps taken with an earlier batch size."""
     norm: float | None = None
     """Global norm of the last step's unscaled gradients."""
     was_applied: bool = False
@@ -71,15 +65,17 @@ class Training:
 
     def __post_init__(self) -> None:
         self.accumulation = Accumulation(batch=self.config.batch, world_size=self.world.world_size)
-        # Read once here, not on every step.
         self.clip_norm = self.config.gradient_clipping
         self._scaled_norm: float | None = None
         """Norm of the gradients including the loss scale and the loop's own scaling; None until computed."""
         self._clip_factor: float | None = None
         """Factor of the gradients in this step if the loop clipped them, excluding the loss scale."""
         self.gradients.exposed.acts = self
-        self._needs_gradients = not self.config.zero.ignore_unused_parameters
-        self._gather_numel = int(self.config.zero.allgather_bucket_size)
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The factor of the loss."""
+        return self.optimizer.scaler
 
     @property
     def trained(self) -> list[ParameterRecord]:
@@ -89,12 +85,8 @@ class Training:
     @property
     def samples(self) -> int:
         """Samples seen by all ranks, assuming no accumulation was cut short."""
-        return self.counters.global_steps * self.accumulation.batch.train_batch_size + self.earlier_samples
-
-    def resize(self, batch: BatchSizes) -> None:
-        """Go on with other batch sizes."""
-        former, self.accumulation.batch = self.accumulation.batch, batch
-        self.earlier_samples += self.counters.global_steps * (former.train_batch_size - batch.train_batch_size)
+        accumulation = self.accumulation
+        return self.counters.global_steps * accumulation.batch.train_batch_size + accumulation.earlier_samples
 
     def require_optimizer(self, call: str) -> None:
         """Raise UsageError if nothing is trained."""
@@ -237,11 +229,13 @@ class Training:
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()
-            if self._needs_gradients and self.gradients.step.backwards:  # otherwise they were discarded
+            if (
+                not self.config.zero.ignore_unused_parameters and self.gradients.step.backwards
+            ):  # otherwise they were discarded
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed)
             if begin:
                 self.update.read_ahead()
-            self.gradients.sums = sums_over_ranks(self.gradients, self.world, sharding=self.sharding)
+            self.gradients.sums = sums_over_ranks(self.gradients, self.world, sharded=self.state.is_sharded)
         if self._scaled_norm is None:
             scales = self.gradients.exposed.scales
             norm = norm_of((one.name, shards, scales.get(one, 1.0)) for one, shards in self.gradients.sums.items())
@@ -346,7 +340,7 @@ class Training:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
         if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
-            all_gather_rows(self.world, resident, self._gather_numel)
+            all_gather_rows(self.world, resident, int(self.config.zero.allgather_bucket_size))
 
     def _count(self, *, skipped: bool) -> None:
         """Count the step and update the loss scale and the LR schedule."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 
 from torch import nn
 
@@ -14,13 +15,13 @@ from ..activations.offload import ActivationOffload, make_tier
 from ..build.model import check_model, normalize_in_type_of_statistics, place_buffers
 from ..build.store import BuiltModel, Layout, open_run_store, warn_of_fallbacks
 from ..config.config import Config
-from ..optim.optimizer import LossScaler, ZeroOptimizer, group_of_parameters
+from ..optim.optimizer import ZeroOptimizer, group_of_parameters
 from ..optim.rules import CLIENT, check_client, codecs, rule_of
 from ..optim.state import OptimizerState
 from ..optim.update import StepMode, Update
 from ..params.record import PRECISIONS, named_parameters
-from ..params.sharding import Sharding, Unit, find_units
-from ..plan.plan import activation_pool_bytes, gradient_types
+from ..params.sharding import Sharding, find_units
+from ..plan.plan import Plan, activation_pool_bytes, gradient_types
 from ..runtime.device import Streams, Transfers, streams_for
 from ..zero.collectives import Exchanges, GradientRules, exchanges_of
 from ..zero.gradients import Gradients
@@ -73,14 +74,14 @@ def wire(
             kernels,
             transfers,
             is_sharded=sharding.optimizer_state,
-            types=gradient_types(config, world.world_size, PRECISIONS),
+            codec=codec,
             host_ranks=world.local_world_size if config.zstore.host_kernel == "auto" else 0,
         )
-        state.codec = codec
         if plan.packs_small:
             store.share_files()
         layout = Layout(config, sharding, built, plan)
-        records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state.add)
+        add = partial(state.add, types=gradient_types(config, world.world_size, PRECISIONS))
+        records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], add)
         built.end()
         warn_of_fallbacks(store, world)
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
@@ -94,9 +95,18 @@ def wire(
         if sharding.parameters:
             sharded = ShardedUnits(units, config, store, transfers, world=world, exchanges=exchanges)
             hooks = UnitHooks(model, sharded)
-        gradients = _gradients(state, units, hooks, config, sharding, world, exchanges)
+        gradients = Gradients(
+            units,
+            # These get gradients that are not needed.
+            [record.parameter for record in state.records if record.group is None],
+            world,
+            rules := _gradient_rules(state, plan, config, sharding, world, exchanges),
+            transfers,
+            spill=state.gradient_spill() if rules.each_backward and state.spilled else None,
+            arrived=None if hooks is None else hooks.arrived,
+        )
         stepper = None if rule.stepper is None or config.frozen else rule.stepper(optimizer.client, state, world)
-        if stepper is not None and stepper.owns_gradients and not gradients.rules.each_backward:
+        if stepper is not None and stepper.owns_gradients and not rules.each_backward:
             gradients.step.averaged = stepper.averaged
         mode, fetcher = StepMode(config.step_overlap), None if hooks is None else hooks.units.fetcher
         update = Update(model, state, gradients, world, mode, fetcher, stepper)
@@ -105,7 +115,6 @@ def wire(
         return Training(
             world=world,
             config=config,
-            sharding=sharding,
             model=model,
             plan=plan,
             state=state,
@@ -113,7 +122,6 @@ def wire(
             gradients=gradients,
             hooks=hooks,
             optimizer=optimizer,
-            scaler=LossScaler(settings=config.loss_scaling, non_finite=config.non_finite_gradients),
             run_id=world.broadcast_object(uuid.uuid4().hex),
             activations=None
             if tier is None
@@ -124,35 +132,25 @@ def wire(
         raise
 
 
-def _gradients(
-    state: OptimizerState,
-    units: list[Unit],
-    hooks: UnitHooks | None,
-    config: Config,
-    sharding: Sharding,
-    world: World,
-    exchanges: Exchanges,
-) -> Gradients:
-    # These get gradients that are not needed.
-    others = [record.parameter for record in state.records if record.group is None]
+def _gradient_rules(
+    state: OptimizerState, plan: Plan, config: Config, sharding: Sharding, world: World, exchanges: Exchanges
+) -> GradientRules:
+    on_host = {record for record in state.scalars if plan.placements[record.name].gradient == "host"}
     in_backward = StepMode(config.step_overlap) is StepMode.BACKWARD
     # Without other ranks, gradients for host memory are copied off the device as they arrive.
-    leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.streams.device_is_host)
+    leaves = bool(state.spilled) or (bool(on_host) and not state.transfers.streams.device_is_host)
     by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))
     each_backward = by_unit and not config.frozen
-    rules = GradientRules(
+    return GradientRules(
         each_backward=each_backward,
         bucket_numel=int(config.zero.reduce_bucket_size),
         scatter=sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters),
         overlap=config.zero.overlap_comm or sharding.parameters,
         types=gradient_types(config, world.world_size, PRECISIONS),
         # Gradients on disk pass through host memory, so that sums of squares have the same bits wherever gradients wait.
-        to_host=frozenset(state.gradients_on_host.union(state.spilled) if each_backward else ()),
+        to_host=frozenset(on_host.union(state.spilled) if each_backward else ()),
         spills=agree_any(world, [bool(state.spilled)])[0],
         keeps_rows=each_backward and config.offload_optimizer.device == "none" and world.world_size > 1,
         squares_at_once=each_backward and in_backward,
         exchanges=exchanges,
     )
-    spill = state.gradient_spill() if each_backward and state.spilled else None
-    arrived = None if hooks is None else hooks.arrived
-    return Gradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)

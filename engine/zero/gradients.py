@@ -31,7 +31,7 @@ from zstore.errors import UsageError, listed
 from zstore.ranks.world import World, agree_any, on_device
 
 from ..params.record import ParameterRecord
-from ..params.sharding import Sharding, Unit
+from ..params.sharding import Unit
 from ..runtime.device import Transfers, labelled
 from .collectives import Bucket, GradientRules, Reductions, rows_in
 from .gradient import Arrivals, BackwardPhase, Gradient, GradientState, GradientStep, take_gradient, watch_gradient
@@ -393,14 +393,12 @@ class ExposedGradients:
             self._expose(self._of[record], None)
 
 
-def sums_over_ranks(
-    gradients: Gradients, world: World, *, sharding: Sharding
-) -> dict[ParameterRecord, Sequence[float]]:
-    """Return the sum of squares of each shard, in rank order, of the averaged gradients, as they are scaled (all ranks)."""
+def sums_over_ranks(gradients: Gradients, world: World, *, sharded: bool) -> dict[ParameterRecord, Sequence[float]]:
+    """Return the sum of squares of each shard, in rank order, of the averaged gradients, as they are scaled, if the optimizer's
+    state is `sharded` or not (all ranks)."""
     agreed = {record: gradient for record, gradient in gradients.of.items() if gradient.is_agreed}
     if not agreed:
         return {}
-    sharded = sharding.optimizer_state
     cut: list[Sequence[float | torch.Tensor]] = []
     for record, gradient in agreed.items():
         known = gradient.squares(gradients.of.values())

@@ -74,7 +74,7 @@ class LocalState:
         spills = store.options.run_path is not None and free is not None and nbytes > free
         places = Places(state="disk" if spills else self._tier, parameter="device", gradient="device")
         try:
-            self.arrays.add(record, record.full, places)
+            self.arrays.add(record, record.full, places, owns_fp32=True)
         except BudgetError as error:
             error.add_note(
                 f'The state of {record.name!r} does not fit: raise host_budget_bytes, or give a path: device="nvme" keeps all '

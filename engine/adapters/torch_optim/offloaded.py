@@ -78,7 +78,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
             ending.callback(store.close)
             transfers = Transfers(streams, store.links, store.rooms)
             arrays = OptimizerState(store, [], transfers, host_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-            arrays.owns_fp32 = True
             self._local = state = LocalState(arrays, "disk" if device == "nvme" else "host")
             self._torn: BaseException | None = None
             self._steps = 0
