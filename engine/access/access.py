@@ -78,7 +78,7 @@ class Access:
         """None if parameters are not sharded."""
         self._update = training.update
         self._before_changes = before_changes
-        self._require_here = training.require_here
+        self._require_not_offloaded = training.require_not_offloaded
         records = self.state.records
         self._by_name = {name: record for record in records for name in (record.name, *record.aliases)}
         self.guard = ParameterGuard(roots, training)
@@ -109,14 +109,14 @@ class Access:
         """
         with self.world.agreeing(call=call):
             if not moves:
-                self._require_here(call)
+                self._require_not_offloaded(call)
             if self._update.is_in_backward:
                 raise UsageError(
                     f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed then; '
                     f"call step() first, or {OTHER_MODES}"
                 )
             self._update.wait()
-            self._update.require_whole()
+            self._update.require_consistent()
             if not self.guard.open_blocks:
                 self.guard.check_values()
             if changes and (calls := self.guard.running):
@@ -322,7 +322,7 @@ class Access:
     def _fill(self, record: ParameterRecord, full: torch.Tensor, name: str) -> None:
         """Set this rank's rows of an array from `full`."""
         rows = full[slice(*record.owned_range)]
-        with self.state.passing([[name]], "fill") as tiles:
+        with self.state.open_pass([[name]], "fill") as tiles:
             for tile in tiles:
                 self.state.transfers.copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop])
 
@@ -330,7 +330,7 @@ class Access:
     def _changing(self) -> Iterator[None]:
         """Change the state in the block on every rank; an error on any is raised on all, and leaves it torn (all ranks)."""
         if self.units is not None:
-            self.units.values_change()
+            self.units.invalidate()
         note = "The state was changed in part: load a checkpoint before continuing."
         with self._update.changing(), self.world.agreeing(note):
             yield

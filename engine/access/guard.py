@@ -182,7 +182,7 @@ class ParameterGuard:
         if not self._update.torn:  # torn state raises on its next use anyway
             self._state.follow_parameters(self._with_separate_master(written))
         if self._units is not None:
-            self._units.forget()
+            self._units.release_idle()
         for record in written:
             record.note_version()
         sharded = [record for record in written if record.residency is not Residency.RESIDENT]

@@ -41,7 +41,7 @@ class OffloadedStates:
     def __init__(self, training: Training, access: Access) -> None:
         self._training = training
         self._access = access
-        self._away = training.away
+        self._offloaded = training.offloaded_states
         self._former: dict[str, TierName] = {}
         """Moved arrays, and their original tiers."""
         self._copied: dict[ParameterRecord, str] = {}
@@ -65,7 +65,7 @@ class OffloadedStates:
 
         self._access.finished(call, check, changes=True, moves=True)
         if self._access.units is not None:
-            self._access.units.values_change()
+            self._access.units.invalidate()
         try:
             with self._training.world.agreeing():
                 self._move(names, tier)
@@ -89,7 +89,7 @@ class OffloadedStates:
 
     def _move(self, names: set[str], tier: TierName) -> None:
         training, state = self._training, self._training.state
-        self._away |= names
+        self._offloaded |= names
         state.plans.clear()  # they hold memory
         for record in state.records:
             if "lp_params" in names and record.is_in_place:
@@ -164,7 +164,7 @@ class OffloadedStates:
             store.change_memory(model_array(record.name), record.owned())
 
     def _pass(self, name: str, mode: Any, use: Callable[[Any, slice], None]) -> None:
-        with self._training.state.passing([[name]], mode) as tiles:
+        with self._training.state.open_pass([[name]], mode) as tiles:
             for tile in tiles:
                 use(tile.views[0], slice(tile.first, tile.stop))
 
@@ -180,7 +180,7 @@ class OffloadedStates:
                 del self._former[name]
             for record in self._training.state.records:
                 self._training.state.use_in_place(record)
-            self._away.clear()
+            self._offloaded.clear()
 
 
 def _names_of(include: Iterable[Any] | None) -> set[str]:

@@ -163,7 +163,7 @@ def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -
     for record in records:
         world.broadcast(record.full, rank)
     differ = [False] * len(records)
-    with world.agreeing(), access.state.passing([[model_array(r.name)] for r in records], "read") as tiles:
+    with world.agreeing(), access.state.open_pass([[model_array(r.name)] for r in records], "read") as tiles:
         for tile in tiles:
             record, master = records[tile.group], as_torch(tile.views[0])
             first = record.owned_range[0]

@@ -66,8 +66,8 @@ def _phase(
                 self._loss_backward.abandon_failed()
             if self.training_state.accumulation.backwards:
                 self.training_state.notice_cleared()
-            if self.training_state.away:
-                self.training_state.require_here(f"engine.{method.__name__}()", needs)
+            if self.training_state.offloaded_states:
+                self.training_state.require_not_offloaded(f"engine.{method.__name__}()", needs)
             with self.training_state.world.calling(name, meeting=meeting):
                 return method(self, *args, **kwargs)
 
@@ -191,7 +191,7 @@ class Engine(nn.Module):
         accumulation = training.accumulation
         boundary = accumulation.is_boundary
         has_backward = accumulation.backwards or accumulation.was_cleared
-        if not has_backward and (accumulation.is_new or not accumulation.named):
+        if not has_backward and (accumulation.is_new or not accumulation.boundary_override):
             raise UsageError(
                 "engine.step() without engine.backward(loss): call both for every micro-batch. loss.backward() serves too, "
                 "if the loss was computed from the outputs of engine(...)"
@@ -255,7 +255,7 @@ class Engine(nn.Module):
         """
         if is_boundary is not None and not isinstance(is_boundary, bool):
             raise UsageError(f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}")
-        self.training_state.name_boundary(is_boundary)
+        self.training_state.set_boundary(is_boundary)
 
     @_phase("access")
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -546,7 +546,7 @@ class Engine(nn.Module):
         """
         chosen = LoadOptions.of(options)
         self._loss_backward.abandon_failed()
-        self.training_state.require_here("engine.load_checkpoint()")
+        self.training_state.require_not_offloaded("engine.load_checkpoint()")
         self._batches = None  # the next `train_batch` starts at the loaded position
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load", meeting="engine.load_checkpoint()"):

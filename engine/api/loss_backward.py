@@ -126,7 +126,7 @@ class LossBackward:
             if self._trains:
                 training.end_backward()
             elif training.hooks is not None:
-                training.hooks.end_backward(more=True)
+                training.hooks.end_backward(training_follows=True)
 
     def abandon_failed(self) -> None:
         """Abandon a backward that failed."""

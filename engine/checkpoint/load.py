@@ -150,7 +150,7 @@ class Restore:
         note = "The engine's state is inconsistent now: load another checkpoint before continuing."
         with training.update.changing():
             if training.hooks is not None:
-                training.hooks.units.values_change()
+                training.hooks.units.invalidate()
             with training.world.agreeing(note):
                 state = self._restore(reader, plan)
                 if (done := reader.reading()) is not None and done.requests:  # of a URL
@@ -240,7 +240,7 @@ class Restore:
         memory_bytes = min(memory_bytes, reader.resources.pool.nbytes // 2)
         with (
             ReadAhead(reader, arrays, memory_bytes=memory_bytes) as ahead,
-            state.passing([[name] for name, _, _ in arrays], "fill") as tiles,
+            state.open_pass([[name] for name, _, _ in arrays], "fill") as tiles,
         ):
             for tile in tiles:
                 name, first, _ = arrays[tile.group]

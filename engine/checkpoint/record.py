@@ -343,7 +343,7 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
     Raises CheckpointMismatchError, which lists the possible world sizes.
     """
     world_size = training.world.world_size
-    if world_size == saved_world_size or training.accumulation.named is not None:
+    if world_size == saved_world_size or training.accumulation.boundary_override is not None:
         return training.accumulation.batch
     total, micro = int(saved["train_batch_size"]), training.accumulation.batch.micro_batch_size
     if total < 1:

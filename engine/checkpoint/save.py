@@ -117,7 +117,7 @@ class Checkpoints:
         world = self._training.world
         with world.agreeing():
             folder, upload = self._destination(options.folder)
-            self._training.update.require_whole()
+            self._training.update.require_consistent()
             mine = self._tag(options.tag)
             require_last_step(self._training)
             small = self.collect_small(options.state, kept, options.metrics)

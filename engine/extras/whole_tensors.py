@@ -32,7 +32,7 @@ from zstore.io.memory import as_torch
 from zstore.ranks.world import World
 
 from ..optim.changes import Changes
-from ..optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, called, check_arguments, kernel_for
+from ..optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, call_closure, check_arguments, kernel_for
 from ..optim.rules import Groups, Kind, Rule, Stepper, register
 from ..optim.state import OptimizerState
 from ..params.record import ParameterRecord
@@ -179,7 +179,7 @@ class TensorStep(Stepper):
         sent = torch.zeros(parties, max(tensor.numel for tensor in tensors), device=device)
         with self._keeping_error():
             kept = self._kept(tensors, sent)
-            with self._state.passing([[part.array] for part, _ in kept], "read") as tiles:
+            with self._state.open_pass([[part.array] for part, _ in kept], "read") as tiles:
                 for tile in tiles:
                     rows = kept[tile.group][1][tile.first : tile.stop]
                     self._state.transfers.copy_into(rows, as_torch(tile.views[0]))
@@ -229,7 +229,7 @@ class TensorStep(Stepper):
         if rows is not None:
             target.copy_(GradientTiles(state.transfers, rows).tile(0, target.numel(), target))
         else:
-            with state.passing([[state.spilled[record]]], "read") as tiles:
+            with state.open_pass([[state.spilled[record]]], "read") as tiles:
                 for tile in tiles:
                     state.transfers.copy_into(target[tile.first : tile.stop], as_torch(tile.views[0]))
         if (factor := changes.settings.factor_of(record)) != 1.0:
@@ -261,7 +261,7 @@ class TensorStep(Stepper):
             # The parameter's own rows, with its master.
             rest = part.record.stored_array if part.slot is None and part.record.stored_array != part.array else None
             arrays.append([part.array] if rest is None else [part.array, rest])
-        with state.passing(arrays, "fill") as tiles:
+        with state.open_pass(arrays, "fill") as tiles:
             for tile in tiles:
                 part, mine = kept[tile.group]
                 record, view, values = part.record, as_torch(tile.views[0]), mine[tile.first : tile.stop]
@@ -310,7 +310,7 @@ class MuonWithAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure` returned."""
-        loss = called(closure)
+        loss = call_closure(closure)
         for group in self.param_groups:
             one: Any = (torch.optim.Muon if group["use_muon"] else torch.optim.AdamW)([{"params": group["params"]}])
             # They work on this object's current groups and state, which a load may have replaced.
@@ -409,7 +409,7 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure` returned."""
-        loss = called(closure)
+        loss = call_closure(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -235,7 +235,7 @@ def _plan_calls(
     calls: list[_KernelCall] = []
     current: dict[Any, _KernelCall] = {}
     for number, (record, place) in enumerate(places):
-        master, weights = place.master, record.owned() if place.casts else place.rest
+        master, weights = place.master, record.owned() if place.casts else place.separate_rows
         step, factor, on_host = changes.step_of(record), changes.settings.factor_of(record), is_host(master)
         kernel = _host_kernel_for(state, step, master, rows[number], weights)
         sends = weights is not None and is_host(weights) != on_host

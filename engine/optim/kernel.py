@@ -57,7 +57,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what `closure` returned."""
-        loss = called(closure)
+        loss = call_closure(closure)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -74,7 +74,7 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
-def called(closure: Callable[[], Any] | None) -> Any:
+def call_closure(closure: Callable[[], Any] | None) -> Any:
     """Return the result of a closure, run with gradients enabled; None without a closure."""
     if closure is None:
         return None

@@ -78,7 +78,7 @@ class OptimizerState:
         """Cached results of `planned`; cleared when kernels change or memory is taken away."""
         self._layout_generation = 0
         """The store's layout generation that they belong to."""
-        self._own_master: set[ParameterRecord] = set()
+        self._own_masters: set[ParameterRecord] = set()
 
     def gradient_spill(self) -> GradientSpill:
         """Return the access to gradients that wait on disk, each in its array of `spilled`."""
@@ -121,7 +121,7 @@ class OptimizerState:
         if record.group is None:
             return
         if own_master:
-            self._own_master.add(record)
+            self._own_masters.add(record)
         in_host_memory = placement.state != "device" or self.transfers.streams.device_is_host
         if self.host_ranks and in_host_memory and isinstance(self.kernels[record.group], FusedAdam):
             self.host = host_kernel()
@@ -163,11 +163,11 @@ class OptimizerState:
             return spec.name
         self.store.create(spec, grid=record.state_grid, shard=record.state_shard, tier=tier, memory=memory)
         if isinstance(fill, RowsInStore):
-            with self.passing([[spec.name, fill.array]], "fill", modes={fill.array: "read"}) as tiles:
+            with self.open_pass([[spec.name, fill.array]], "fill", modes={fill.array: "read"}) as tiles:
                 for tile in tiles:
                     self.transfers.copy_into(as_torch(tile.views[0]), as_torch(tile.views[1]))
         elif fill is not None:
-            with self.passing([[spec.name]], "fill") as tiles:
+            with self.open_pass([[spec.name]], "fill") as tiles:
                 for tile in tiles:
                     self.transfers.copy_into(as_torch(tile.views[0]), fill[tile.first : tile.stop])
         return spec.name
@@ -188,7 +188,7 @@ class OptimizerState:
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or in the store."""
-        return record in self._own_master
+        return record in self._own_masters
 
     def whole_master(self, record: ParameterRecord) -> torch.Tensor:
         """Return the memory of the fp32 master of a parameter whose state is whole on the device, 1-D [numel]."""
@@ -220,7 +220,7 @@ class OptimizerState:
         return self.kernels[record.group], record.group
 
     @contextmanager
-    def passing(
+    def open_pass(
         self, groups: Sequence[Sequence[str]], mode: ModeName, *, modes: Mapping[str, ModeName] | None = None
     ) -> Iterator[Tiles]:
         """Give a pass over groups of arrays for the length of a `with` block, at whose end it is dropped if not complete.
@@ -270,7 +270,7 @@ class OptimizerState:
 
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
         """Call `change` once, when a pass has begun with all of `groups`, so that nothing else reads the changed arrays."""
-        with self.passing(groups, "update") as tiles:
+        with self.open_pass(groups, "update") as tiles:
             for tile in tiles:
                 if tile.group == len(groups) - 1 and tile.first == 0:
                     change()
@@ -298,7 +298,7 @@ class OptimizerState:
         records = [r for r in self._cast_from_masters() if model_array(r.name) not in done]
         groups = [[model_array(r.name), *([] if r.stored_array is None else [r.stored_array])] for r in records]
         rests: dict[str, ModeName] = {r.stored_array: "fill" for r in records if r.stored_array is not None}
-        with self.passing(groups, "read", modes=rests) as tiles:
+        with self.open_pass(groups, "read", modes=rests) as tiles:
             for tile in tiles:
                 record = records[tile.group]
                 rows = (
@@ -309,7 +309,7 @@ class OptimizerState:
     def follow_parameters(self, records: Sequence[ParameterRecord]) -> None:
         """Let masters apart from resident parameters follow what other code wrote to these, each rank its own rows: an element
         whose bits differ from its master's becomes the master, others keep the digits that the parameter does not have."""
-        with self.passing([[model_array(record.name)] for record in records], "update") as tiles:
+        with self.open_pass([[model_array(record.name)] for record in records], "update") as tiles:
             for tile in tiles:
                 master, rows = as_torch(tile.views[0]), records[tile.group].owned()[tile.first : tile.stop]
                 own = torch.empty_like(master, dtype=rows.dtype)

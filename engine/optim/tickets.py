@@ -1,16 +1,16 @@
-"""Tickets of an update, one for each parameter: the loop, the backward, readers and saves go by them.
+"""Tickets of an update, one for each parameter, on which the loop, the backward, readers and saves wait.
 
 [Note: an update in the backward]
 The update processes the parameters in the order in which their gradients are expected, each once its gradient is final. It
-starts nothing more when the backward is over: `step()` updates the others, or starts that in the background.
+starts nothing more when the backward is over: `step()` updates the others, or starts their update in the background.
 
-A read of a parameter after its update had begun would get other bits than in the other modes. So it is an error:
-a node of the graph that saved the parameter finds another version counter, and a module that is called again,
-for recomputation in the backward or a forward before `step()`, is watched.
+A read of a parameter after its update has started would give other bits than in the other modes. So it is an error:
+a node of the graph that saved the parameter finds another version counter, and `ReadGuard` detects a module that is called
+again, for recomputation in the backward or in a forward before `step()`.
 
-A gradient is freed as its update takes it. Gradients of offloaded state wait in host memory if the budget holds them, and
-never block the backward; of others no more than a few units' are held, and a backward that gets ahead waits for the update.
-The changes are final: an abandoned update's changes stay.
+A gradient is freed when its update takes it. Gradients of offloaded state wait in host memory if the budget holds them, and
+never block the backward; of other gradients no more than a few units' are pending: then the backward waits for the update.
+The changes are final: an abandoned update does not undo them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..zero.hooks import ModuleHook
 from .state import OptimizerState
 
 TORN = "a previous step or load failed partway, so the state is inconsistent; load a checkpoint before continuing"
-"""An error's message. See [Note: which state is whole]."""
+"""An error's message. See [Note: which state is consistent]."""
 
 
 class TicketState(Enum):
@@ -48,9 +48,9 @@ class TicketState(Enum):
     EXPECTED = "expected"
     """Its gradient is not final: the backward may still read the parameter, and nothing waits for its update."""
     FINAL = "final"
-    """Its gradient is final and the update may begin; no module may read the parameter until `step()`."""
+    """Its gradient is final and the update may start; no module may read the parameter until `step()`."""
     RUNNING = "running"
-    """Its state is, or will be, changed: readers wait."""
+    """Its state is being changed, or will be: readers wait."""
     DONE = "done"
     """The new state is the current one, unless the update failed."""
 
@@ -61,19 +61,19 @@ class UpdateTicket:
 
     record: ParameterRecord
     state: TicketState
-    num_unseen: int = 0
-    """How many fetches whose headers are looked at late may have led to the gradient."""
-    waiting_bytes: int = 0
-    """Bytes of the final gradient that the update frees and did not take yet."""
+    num_unchecked: int = 0
+    """How many fetches with unchecked headers may have contributed to the gradient."""
+    pending_bytes: int = 0
+    """Bytes of the final gradient that the update frees when it takes it; 0 once it has."""
     last_read: Event = None
-    """When the device has read the parameter for the last time, as its gradient was final."""
-    turn: int = 0
-    """How many units' gradients had been handed over before it."""
-    pins: list[LatePin] = field(default_factory=list)
+    """The device's last read of the parameter, recorded when its gradient was final."""
+    unit_number: int = 0
+    """Number of its unit, in the order in which the units' gradients were handed over."""
+    pins: list[DeferredPin] = field(default_factory=list)
     """Pins that wait for the new state."""
 
     @property
-    def is_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether the update may have changed anything."""
         return self.state in (TicketState.RUNNING, TicketState.DONE)
 
@@ -89,22 +89,22 @@ class Tickets:
         self._state = state
         self._changed = threading.Condition()
         self._is_open = False
-        """Whether a backward may bring further gradients."""
+        """Whether a backward is running that may bring further gradients."""
         self._awaited: UpdateTicket | None = None
-        """The ticket whose gradient the thread waits for."""
-        self._waiting_bytes, self._max_waiting_bytes = 0, math.inf
+        """The ticket for whose gradient the update's thread waits."""
+        self._pending_bytes, self._max_pending_bytes = 0, math.inf
         """Bytes of final gradients that wait for the update, and their maximum; unlimited if no update runs."""
-        self._num_put = 0
-        """Units whose gradients were handed over."""
+        self._num_units = 0
+        """Units whose gradients have been handed over."""
 
-    def begin(self, records: Iterable[ParameterRecord], max_waiting_bytes: float, *, in_backward: bool) -> None:
-        """Begin an update of `records`: in the background, or in a backward, with a limit on bytes of pending gradients."""
+    def begin(self, records: Iterable[ParameterRecord], max_pending_bytes: float, *, in_backward: bool) -> None:
+        """Begin an update of `records`: in the background, or in a backward, with a limit on the bytes of pending gradients."""
         state = TicketState.EXPECTED if in_backward else TicketState.RUNNING
         with self._changed:
             self.of.clear()
-            self.of.update((one, UpdateTicket(one, state)) for one in records if in_backward or one.owned_numel)
-            self._is_open, self._waiting_bytes, self._max_waiting_bytes = in_backward, 0, max_waiting_bytes
-            self._num_put = 0
+            self.of.update((r, UpdateTicket(r, state)) for r in records if in_backward or r.owned_numel)
+            self._is_open, self._pending_bytes, self._max_pending_bytes = in_backward, 0, max_pending_bytes
+            self._num_units = 0
 
     def forget(self) -> None:
         """Forget an update that has ended, and its error."""
@@ -112,32 +112,32 @@ class Tickets:
             self.of.clear()
             self.error = None
 
-    def put(self, waiting_bytes: Mapping[ParameterRecord, int], num_unseen: int, last_read: Event) -> None:
-        """Hand over the final gradients of a unit, with the bytes of each that its update frees, and wait for room."""
+    def put(self, pending_bytes: Mapping[ParameterRecord, int], num_unchecked: int, last_read: Event) -> None:
+        """Hand over the final gradients of a unit, with the bytes that the update of each frees, and wait for room."""
         with self._changed:
-            self._num_put += 1
-            for record, nbytes in waiting_bytes.items():
+            self._num_units += 1
+            for record, nbytes in pending_bytes.items():
                 ticket = self.of.setdefault(record, UpdateTicket(record, TicketState.EXPECTED))
-                ticket.state, ticket.num_unseen, ticket.turn = TicketState.FINAL, num_unseen, self._num_put
-                ticket.last_read, ticket.waiting_bytes = last_read, nbytes
-                self._waiting_bytes += nbytes
+                ticket.state, ticket.num_unchecked, ticket.unit_number = TicketState.FINAL, num_unchecked, self._num_units
+                ticket.last_read, ticket.pending_bytes = last_read, nbytes
+                self._pending_bytes += nbytes
             self._changed.notify_all()
             self._changed.wait_for(self._has_room)
 
     def _has_room(self) -> bool:
-        # Never wait for an update that waits for the backward, nor for one that frees nothing.
+        # Never wait for an update that waits for the backward; bytes that the update would not free are not counted.
         starved = self._awaited is not None and self._awaited.state is TicketState.EXPECTED
-        return starved or self._waiting_bytes <= self._max_waiting_bytes
+        return starved or self._pending_bytes <= self._max_pending_bytes
 
     def close(self) -> None:
-        """Mark the backward as over: the thread starts no further record."""
+        """Mark the backward as over: the update's thread starts no further record."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
 
     def find(self, record: ParameterRecord, *, wait: bool) -> UpdateTicket | None:
-        """Return the ticket of a record whose update may begin, with `wait` once its gradient is final; None: it is not, or
-        the backward is over."""
+        """Return the ticket of a record whose update may start; with `wait`, wait until its gradient is final. Return None if
+        it is not final, or the backward is over."""
         with self._changed:
             ticket = self.of[record]
             if wait:
@@ -145,23 +145,24 @@ class Tickets:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: ticket.state is not TicketState.EXPECTED or not self._is_open)
                 self._awaited = None
-            may_begin = self._is_open and ticket.state is TicketState.FINAL
-            return ticket if may_begin or ticket.is_begun else None  # asked again by a pass that had no buffer for it
+            may_start = self._is_open and ticket.state is TicketState.FINAL
+            # A pass that had no buffer for the record asks again.
+            return ticket if may_start or ticket.has_started else None
 
     def last_read(self, records: Iterable[ParameterRecord]) -> Event:
-        """Return when the device has read all of `records` for the last time."""
-        return max((self.of[record] for record in records), key=lambda ticket: ticket.turn).last_read
+        """Return the device's last read of any of `records`."""
+        return max((self.of[record] for record in records), key=lambda ticket: ticket.unit_number).last_read
 
-    def note_taken(self, records: Iterable[ParameterRecord]) -> None:
-        """Mark gradients as no longer pending."""
+    def mark_taken(self, records: Iterable[ParameterRecord]) -> None:
+        """Mark gradients as taken by the update."""
         with self._changed:
             for record in records:
-                self._waiting_bytes -= self.of[record].waiting_bytes
-                self.of[record].waiting_bytes = 0
+                self._pending_bytes -= self.of[record].pending_bytes
+                self.of[record].pending_bytes = 0
             self._changed.notify_all()
 
     def done(self, record: ParameterRecord) -> None:
-        """Mark a parameter's new state as the current one."""
+        """Mark a parameter's new state as its current one."""
         with self._changed:
             ticket = self.of[record]
             if ticket.pins:
@@ -174,33 +175,32 @@ class Tickets:
     def end(self, error: BaseException | None, *, forget: bool) -> None:
         """Mark the update as ended; with `forget`, drop its tickets."""
         with self._changed:
-            # Together with the error: from now on nothing is pinned.
-            self.error, self._max_waiting_bytes = error, math.inf
-            begun = [ticket for ticket in self.of.values() if ticket.is_begun]
-            for ticket in begun:
+            # Under the lock, together with the error: nothing is pinned from now on.
+            self.error, self._max_pending_bytes = error, math.inf
+            started = [ticket for ticket in self.of.values() if ticket.has_started]
+            for ticket in started:
                 ticket.state = TicketState.DONE
             if forget:
                 self.of.clear()
             self._changed.notify_all()
-        for pin in (pin for ticket in begun for pin in ticket.pins):
+        for pin in (pin for ticket in started for pin in ticket.pins):
             pin.resolve(self._state.store, error)
 
     def wait_for(self, records: Iterable[ParameterRecord], wait: bool = True) -> bool:
-        """Return whether none of `records` waits for its update, with `wait` when that is so; raise the error that ended the
-        update.
+        """Return whether no update of `records` is running; with `wait`, wait for that. Raises the error that ended the update.
 
-        Before an update in the backward is admitted, the backward may still read the parameters that it will change.
+        A record whose update may start later does not count: until then the backward may read the parameter.
         """
         if not self.of and self.error is None:
             return True
         with self._changed:
-            found = (self.of.get(record) for record in records)
-            running = [one for one in found if one is not None and one.state is TicketState.RUNNING]
+            tickets = (self.of.get(record) for record in records)
+            running = [ticket for ticket in tickets if ticket is not None and ticket.state is TicketState.RUNNING]
             if wait:
-                self._changed.wait_for(lambda: all(one.state is TicketState.DONE for one in running))
+                self._changed.wait_for(lambda: all(ticket.state is TicketState.DONE for ticket in running))
             if self.error is not None:
                 raise self.error
-            return all(one.state is TicketState.DONE for one in running)
+            return all(ticket.state is TicketState.DONE for ticket in running)
 
     def pin(self, record: ParameterRecord, names: Sequence[str]) -> dict[str, PinnedShard]:
         """Return pins of arrays of `record`: of the current version, or of the version that its update will create.
@@ -212,13 +212,13 @@ class Tickets:
             ticket = self.of.get(record)
             if ticket is None or ticket.state is TicketState.DONE:
                 return dict(store.snapshot(names).pins)
-            late = {name: LatePin(store, name) for name in names}
-            ticket.pins += late.values()
-            return dict(late)
+            deferred = {name: DeferredPin(store, name) for name in names}
+            ticket.pins += deferred.values()
+            return dict(deferred)
 
 
 class ReadGuard:
-    """Raises when a module is called whose parameters an update in the backward may have changed."""
+    """Raises if a module is called whose parameters an update in the backward may have changed."""
 
     def __init__(
         self,
@@ -227,29 +227,29 @@ class ReadGuard:
         tickets: Callable[[], Mapping[ParameterRecord, UpdateTicket]],
     ) -> None:
         self._tickets = tickets
-        """Returns the tickets of an update in the backward that `step()` has not ended."""
+        """Returns the tickets of an update in the backward that `step()` has not completed."""
         self.recomputes = False
-        """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, which brings
-        gradients in parts."""
-        self.handles = [model.register_forward_pre_hook(ModuleHook(self._enter), prepend=True)]
-        of = {record.parameter: record for record in records}
+        """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, in which gradients
+        arrive in parts."""
+        self.handles = [model.register_forward_pre_hook(ModuleHook(self._before_model), prepend=True)]
+        record_of = {record.parameter: record for record in records}
         for name, module in model.named_modules():
-            own = [of[p] for p in module.parameters() if p in of]
-            if own:
-                before = partial(self._before, name or type(module).__name__, own)
-                # Ahead of the hooks that gather them.
+            used = [record_of[p] for p in module.parameters() if p in record_of]
+            if used:
+                before = partial(self._before_module, name or type(module).__name__, used)
+                # They run before the hooks that gather the parameters.
                 self.handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _before_model(self, module: nn.Module, args: Any) -> None:
         self.recomputes = not torch.is_grad_enabled()
 
-    def _before(self, name: str, own: list[ParameterRecord], module: nn.Module, args: Any) -> None:
+    def _before_module(self, name: str, records: list[ParameterRecord], module: nn.Module, args: Any) -> None:
         self.recomputes |= not torch.is_grad_enabled()
         tickets = self._tickets()
-        final = (tickets[one].state is not TicketState.EXPECTED for one in own if one in tickets) if tickets else ()
+        final = (tickets[r].state is not TicketState.EXPECTED for r in records if r in tickets) if tickets else ()
         if any(final):
             raise UsageError(
-                f"module {name!r} is called after the backward updated parameters of it, and before step(): with "
+                f"module {name!r} is called after the backward updated some of its parameters, and before step(): with "
                 '"step_overlap": "backward" a forward between backward() and step(), and a recomputation after the '
                 f"parameter's last gradient, would see updated values; {OTHER_MODES}"
             )
@@ -260,8 +260,8 @@ class ReadGuard:
             handle.remove()
 
 
-class LatePin:
-    """A pin of the version that a running update will make. See `PinnedShard`."""
+class DeferredPin:
+    """A pin of the version that a running update will create. See `PinnedShard`."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._name = name
@@ -269,44 +269,44 @@ class LatePin:
         self.tier = store.tier(name).name
         self.has_file = self.tier == "disk" and not store.tier(name).is_packed(name)
         self.version: int | None = None
-        self._found: Future[PinnedShard] = Future()
+        self._pin: Future[PinnedShard] = Future()
         self._lock = threading.Lock()
 
     def resolve(self, store: Store, error: BaseException | None) -> None:
         """Pin the current version, or store the error that prevented it (called by the update)."""
         with self._lock:
-            if self._found.done():  # released before
+            if self._pin.done():  # it was released before
                 return
             try:
                 if error is not None:
                     raise error
-                self._found.set_result(store.snapshot([self._name]).pins[self._name])
+                self._pin.set_result(store.snapshot([self._name]).pins[self._name])
             except BaseException as raised:
-                self._found.set_exception(raised)
+                self._pin.set_exception(raised)
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
-        """Wait for the update, then do as `PinnedShard.copy_into`. Raises UsageError if the update failed."""
-        self._made().copy_into(out, grid, shard)
+        """Wait for the update, then call `PinnedShard.copy_into`. Raises UsageError if the update failed."""
+        self._wait_for_pin().copy_into(out, grid, shard)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """Wait for the update, then do as `PinnedShard.checksums`. Raises UsageError if the update failed."""
-        return self._made().checksums(res, grid, shard)
+        """Wait for the update, then call `PinnedShard.checksums`. Raises UsageError if the update failed."""
+        return self._wait_for_pin().checksums(res, grid, shard)
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Wait for the update, then do as `PinnedShard.publish`. Raises UsageError if the update failed."""
-        return self._made().publish(res, path, grid, shard, priority)
+        """Wait for the update, then call `PinnedShard.publish`. Raises UsageError if the update failed."""
+        return self._wait_for_pin().publish(res, path, grid, shard, priority)
 
-    def _made(self) -> PinnedShard:
-        error = self._found.exception()
+    def _wait_for_pin(self) -> PinnedShard:
+        error = self._pin.exception()
         if error is not None:
             raise UsageError(
                 f"array {self._name!r}: its update failed, so there is nothing to save: {error}"
             ) from error
-        return self._found.result()
+        return self._pin.result()
 
     def release(self) -> None:
         with self._lock:
-            if not self._found.done():
-                self._found.set_exception(UsageError(f"array {self._name!r}: the pin was released"))
-            if self._found.exception() is None:
-                self._found.result().release()
+            if not self._pin.done():
+                self._pin.set_exception(UsageError(f"array {self._name!r}: the pin was released"))
+            if self._pin.exception() is None:
+                self._pin.result().release()

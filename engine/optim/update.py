@@ -5,18 +5,18 @@ none      `step()` takes the norm and updates everything before it returns.
 forward   `step()` takes the norm and fixes the step's settings: skipped or not, learning rates, step counts. Resident
           parameters, which code can read without a hook, are updated inside `step()`; all others in the background, in order,
           while the loop continues. Gathering a parameter waits for its update, in evaluation too. The next backward waits for
-          the remaining ones, and so does every call that reads the state. A save picks up each array once it is updated.
+          the remaining updates, and so does every call that reads the state. A save pins each array once it is updated.
 backward  An update in the last backward of a step changes each parameter once its gradient is final, as far as it gets by
           the end of that backward; `step()` continues with the others as in `forward`. It cannot be undone: clipping and loss
           scaling are not possible, and a gradient that is not finite leaves the state unusable until a checkpoint is loaded.
 All modes are bit-identical: they run the same `Changes`, only at different times. An error is raised, with its step's number,
 in every call that waits for the update, and the state is torn from then on. docs/design/0005-step.md lists all failures.
 
-[Note: which state is whole]
-The state becomes torn (not trained or saved until a load replaces it) after an error inside `changing` (an update in
-`step()`, a caller's write, a load) and after one of an update in the background: on other ranks, once they have agreed
-on its outcome. A backward that fails, or a `step()` before its update, leaves the previous step's state, unless an
-update was running in the backward: then the state is torn if it changed anything on any rank, and always in `step()`.
+[Note: which state is consistent]
+The state becomes torn (neither trained nor saved until a load replaces it) after an error inside `changing` (an update in
+`step()`, a caller's write, a load) and after an error of an update in the background: on other ranks, once they have agreed
+on its outcome. A backward that fails, or a `step()` that fails before its update, leaves the previous step's state, unless
+an update was running in the backward: then the state is torn if that changed anything on any rank, and always in `step()`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from .tickets import TORN, ReadGuard, Tickets, TicketState
 
 _log = logging.getLogger("zstore")
 
-MIN_WAITING_BYTES = 32 * 1024 * 1024
-"""Bytes of pending (not held) gradients always allowed in a backward, regardless of unit size."""
-_UNITS_WAITING = 2
-"""Or this many times the gradients of the largest unit, if that is more."""
+MIN_PENDING_BYTES = 32 * 1024 * 1024
+"""Bytes of gradients that may always wait for an update in the backward, besides those of offloaded state."""
+_MAX_PENDING_UNITS = 2
+"""This many times the gradients of the largest unit may wait too, if that is more."""
 
 
 class StepMode(Enum):
@@ -60,20 +60,20 @@ class StepMode(Enum):
     NONE = "none"
     """In `step()`."""
     BACKWARD = "backward"
-    """In the backward, as gradients arrive, and the rest in the background after `step()`."""
+    """In the backward, as gradients arrive; what remains, in the background after `step()`."""
     FORWARD = "forward"
     """In the background after `step()`, before the next forward needs it."""
 
 
 class UpdatePhase(Enum):
-    """What the update's thread does."""
+    """State of the update's thread."""
 
     IDLE = "idle"
-    """Nothing."""
+    """It has no update."""
     IN_BACKWARD = "in backward"
-    """It updates parameters whose gradients are final, until `step()` ends the phase."""
+    """It updates parameters whose gradients are final, until `step()` ends this phase."""
     IN_BACKGROUND = "in background"
-    """It is finishing, or has finished, the last step; see `Update.agree` for how ranks learn the outcome."""
+    """It completes the last step, or has completed it; see `Update.agree` for how ranks learn the outcome."""
 
 
 class Update:
@@ -98,17 +98,18 @@ class Update:
         """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
         self.phase = UpdatePhase.IDLE
         self._is_agreed = True
-        """Whether the ranks have exchanged the last background update's outcome (in the next backward at the latest)."""
+        """Whether the ranks have exchanged the outcome of the last update in the background: in the next backward at the latest,
+        whatever phase that has begun by then."""
         self._settings: StepSettings | None = None
-        """Settings of the last update run in a backward."""
+        """Settings of the last update in a backward."""
         self.tickets = Tickets(state)
-        self._partial = False
+        self._is_inconsistent = False
         """Whether a block of `changing`, or an abandoned update, has left the state partly modified."""
         self._fetcher = fetcher
         self._workers: Workers | None = None
         self._running: Ticket[None] | None = None
-        self._ahead: UpdatePlan | None = None
-        """Plan of the update whose state is being prefetched."""
+        self._prefetched: UpdatePlan | None = None
+        """Plan of the update whose state is prefetched."""
         if fetcher is not None:
             fetcher.ready = self.tickets.wait_for
         tickets = lambda: self.tickets.of if self.is_in_backward else {}  # noqa: E731
@@ -126,11 +127,11 @@ class Update:
 
     @property
     def torn(self) -> bool:
-        """Whether the state is inconsistent. See [Note: which state is whole]."""
+        """Whether the state is inconsistent. See [Note: which state is consistent]."""
         # The error that ended an update in the backward is raised in step(), on every rank.
-        return self._partial or (self.tickets.error is not None and not self.is_in_backward)
+        return self._is_inconsistent or (self.tickets.error is not None and not self.is_in_backward)
 
-    def require_whole(self) -> None:
+    def require_consistent(self) -> None:
         """Raise UsageError if the state is torn, which must be neither trained nor saved."""
         if self.torn:
             raise UsageError(TORN) from self.tickets.error
@@ -138,9 +139,9 @@ class Update:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Mark the state inconsistent unless the block completes."""
-        self._partial = True
+        self._is_inconsistent = True
         yield
-        self._partial = False  # not after an error
+        self._is_inconsistent = False  # not after an error
 
     def split_by_mode(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
         """Return the records with a gradient that are updated in `step()`, and those in the background: the same on all
@@ -150,34 +151,34 @@ class Update:
         def divide() -> tuple[list[ParameterRecord], list[ParameterRecord]]:
             # Packed arrays first: adjacent ones are transferred in one request.
             tier = self.state.store.tier
-            records.sort(key=lambda one: not any(tier(name).is_packed(name) for name in self.state.all_arrays(one)))
-            now = {one for one in records if self.mode is StepMode.NONE or one.residency is Residency.RESIDENT}
-            return [one for one in records if one in now], [one for one in records if one not in now]
+            records.sort(key=lambda r: not any(tier(name).is_packed(name) for name in self.state.all_arrays(r)))
+            in_step = {r for r in records if self.mode is StepMode.NONE or r.residency is Residency.RESIDENT}
+            return [r for r in records if r in in_step], [r for r in records if r not in in_step]
 
         return self.state.planned((Update, *records), divide)
 
-    def _not_begun(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
+    def _not_started(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
         """Return the `records` that no backward has updated."""
-        return [one for one in records if (ticket := self.tickets.of.get(one)) is None or not ticket.is_begun]
+        return [r for r in records if (ticket := self.tickets.of.get(r)) is None or not ticket.has_started]
 
     def read_ahead(self) -> None:
-        """Start prefetching from disk the state of the next records, unless a backward has already updated some."""
+        """Start prefetching the state of the first records from disk, unless a backward has already updated some."""
         # Holds pool buffers: nothing may block on the pool until the update runs.
         now, later = self.split_by_mode() if self.stepper is None and not self.is_in_backward else ([], [])
         if now or later:
-            self._ahead = UpdatePlan.of(self.state, now or later, in_background=not now)
-            self._ahead.read_ahead(self.state.store)
+            self._prefetched = UpdatePlan.of(self.state, now or later, in_background=not now)
+            self._prefetched.read_ahead(self.state.store)
 
-    def drop_ahead(self) -> None:
-        """Free the memory of prefetched passes that were not used."""
-        while self._ahead is not None and self._ahead.begun:
-            self._ahead.begun.pop().drop()
-        self._ahead = None
+    def drop_prefetched(self) -> None:
+        """Free the memory of prefetched state that was not used."""
+        while self._prefetched is not None and self._prefetched.begun:
+            self._prefetched.begun.pop().drop()
+        self._prefetched = None
 
     def run(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
-        """Wait for an update in the backward, then synchronously update all other `records`.
+        """Wait for an update in the backward, then update all other `records` synchronously.
 
-        Raises UsageError if the settings differ from those that the update in the backward began with.
+        Raises UsageError if the settings differ from those with which the update in the backward began.
         """
         if self.is_in_backward:
             self.join()
@@ -189,42 +190,43 @@ class Update:
                     '"step_overlap": "backward" the update runs in the backward: set it before engine.backward(), or '
                     + OTHER_MODES
                 )
-        begun, rest = [one.record for one in self.tickets.of.values() if one.is_begun], self._not_begun(records)
+        updated = [ticket.record for ticket in self.tickets.of.values() if ticket.has_started]
+        remaining = self._not_started(records)
         # The caller may have read parameters since their last read in the backward.
-        changes = Changes(self.state, rest, settings, self._gradients.take)
+        changes = Changes(self.state, remaining, settings, self._gradients.take)
         if self.stepper is None:
             changes.run()
         else:
             self.stepper.run(changes)
-        changes.note_scalars([*begun, *rest])
+        changes.note_scalars([*updated, *remaining])
 
     def start_async(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
         """Start updating `records` in the background, except those that the backward has updated; takes ownership of their
-        gradients now. `records` are the same on all ranks, which agree on the outcome later unless there are none."""
-        rest = self._not_begun(records)
+        gradients now. `records` are the same on all ranks, which agree on the outcome later if there are any."""
+        remaining = self._not_started(records)
         if self.is_in_backward:
             self.tickets.forget()  # `run` has joined its thread
         self.phase = UpdatePhase.IDLE
         if not records:
             return
-        held = dict(zip(rest, self._gradients.take(rest), strict=True))
-        changes = Changes(self.state, rest, settings, partial(map, held.pop), in_background=True)
-        changes.note_scalars(rest)
+        rows = dict(zip(remaining, self._gradients.take(remaining), strict=True))
+        changes = Changes(self.state, remaining, settings, partial(map, rows.pop), in_background=True)
+        changes.note_scalars(remaining)
         self._start(changes, UpdatePhase.IN_BACKGROUND)
         self._is_agreed = False
 
-    def _start(self, changes: Changes, phase: UpdatePhase, max_waiting_bytes: float = math.inf) -> None:
+    def _start(self, changes: Changes, phase: UpdatePhase, max_pending_bytes: float = math.inf) -> None:
         self.join()
         if self.tickets.error is not None:
             raise self.tickets.error
         if self._workers is None:
-            # Daemon threads: otherwise the interpreter would wait at exit for one waiting on a backward that never comes.
+            # A daemon thread: at exit the interpreter would join any other, which may wait for a backward that never comes.
             self._workers = Workers(1, "zstore-update")
             # Start this thread's OpenMP team: once oversubscribed, idle OpenMP threads stop spinning on its cores.
             self._workers.submit(lambda: torch.ones(torch.get_num_threads() << 15).mul_(1.0))
         in_backward = phase is UpdatePhase.IN_BACKWARD
         work = partial(self._run, changes, self.state.transfers.streams.stream_context(), in_backward=in_backward)
-        self.tickets.begin(changes.records, max_waiting_bytes, in_backward=in_backward)
+        self.tickets.begin(changes.records, max_pending_bytes, in_backward=in_backward)
         self.phase = phase
         self._running = self._workers.submit(work)
 
@@ -239,7 +241,7 @@ class Update:
         self.tickets.end(error, forget=not in_backward)
 
     def join(self) -> None:
-        """Wait until the thread has ended its update. May be interrupted: the update continues, the next call waits again."""
+        """Wait until the thread has ended its update. Ctrl-C ends only the wait: the update continues, the next call waits."""
         if self._running is not None:
             self._running.wait_for_end()
             self._running = None
@@ -250,14 +252,14 @@ class Update:
         self.agree()
 
     def drain(self) -> None:
-        """Wait for an update in the background on this rank; the caller calls `agree` next; on a single rank this does it."""
+        """Wait for an update in the background on this rank; the caller calls `agree` next (a single rank agrees here)."""
         if self.phase is UpdatePhase.IN_BACKGROUND:
             self.join()
             if self.world.world_size == 1:
                 self.agree()
 
     def agree(self) -> None:
-        """Raise the error that ended the update in the background on any rank on every rank (all ranks)."""
+        """Raise on every rank the error that ended the update in the background on any (all ranks)."""
         if self._is_agreed:
             return
         self._is_agreed, error = True, None  # an update in the backward only starts if the previous one succeeded here
@@ -266,11 +268,11 @@ class Update:
         try:
             self.world.raise_together(error)
         except BaseException:
-            self._partial = True
+            self._is_inconsistent = True
             raise
 
     def forget(self) -> None:
-        """Wait for the end of an update, and forget it: a load replaces the state."""
+        """Wait for the end of an update, and discard its outcome: a load replaces the state."""
         self.abandon()
         self.join()
         self.tickets.forget()
@@ -278,7 +280,7 @@ class Update:
 
     def close(self) -> None:
         """End the thread, and remove the hooks from the modules."""
-        # Before all else: an update that waits for a backward would never end.
+        # First: an update that waits for a backward would never end.
         self.abandon()
         self.join()
         if self.tickets.error is not None and not self._is_agreed:
@@ -291,9 +293,9 @@ class Update:
             self.guard.remove()
 
     def start_in_backward(self, settings: StepSettings) -> None:
-        """Start an update in step mode `backward`, which takes each record when its gradient is final (before the backward).
+        """Start an update in step mode `backward`, which takes each record once its gradient is final (before the backward).
 
-        If the previous update failed on this rank, none is started; all ranks raise its error at the end of the backward.
+        If the previous update failed on this rank, this starts none; all ranks raise its error at the end of the backward.
         """
         if self.is_in_backward:
             raise UsageError(
@@ -302,8 +304,8 @@ class Update:
             )
         if self.tickets.error is not None and not self._is_agreed:
             return
-        self.require_whole()
-        max_bytes = max(MIN_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
+        self.require_consistent()
+        max_bytes = max(MIN_PENDING_BYTES, _MAX_PENDING_UNITS * self._gradients.largest_unit_bytes)
         with interrupts_wait():
             self._gradients.step.on_final = self._note_final
             self._gradients.step.arrives_in_parts = self.guard is not None and self.guard.recomputes
@@ -313,16 +315,16 @@ class Update:
             self._start(changes, UpdatePhase.IN_BACKWARD, max_bytes)
 
     def _note_final(self, records: Sequence[ParameterRecord]) -> None:
-        """Hand over final gradients, blocking while too many pending gradients are not held (autograd thread)."""
+        """Hand over final gradients, and block while too many wait for the update (autograd thread)."""
         for record in records:
             torch.autograd.graph.increment_version(record.parameter)
             record.version += 1
-        last_read = self.state.transfers.streams.record()  # from here on a read is an error
-        num_unseen = 0 if self._fetcher is None else len(self._fetcher.unseen)
+        last_read = self.state.transfers.streams.record()  # a later read is an error
+        num_unchecked = 0 if self._fetcher is None else len(self._fetcher.unchecked)
         values = {record: self._gradients.of[record].values for record in records}  # None: on disk
-        held = self._gradients.rules.to_host
-        waiting = {one: 0 if rows is None or one in held else rows.nbytes for one, rows in values.items()}
-        self.tickets.put(waiting, num_unseen, last_read)
+        stays = self._gradients.rules.to_host
+        pending = {r: 0 if rows is None or r in stays else rows.nbytes for r, rows in values.items()}
+        self.tickets.put(pending, num_unchecked, last_read)
 
     def end_backward(self) -> None:
         """Stop an update in the backward from taking further records."""
@@ -331,35 +333,36 @@ class Update:
             self._gradients.step.on_final = None
 
     def _admit(self, record: ParameterRecord, wait: bool) -> bool:
-        """Return whether a gradient is final; with `wait`, block until it is or the backward ends (update thread)."""
+        """Return whether a gradient is final; with `wait`, block until it is, or the backward ends (update's thread)."""
         ticket = self.tickets.find(record, wait=wait)
-        if ticket is None or ticket.is_begun:
+        if ticket is None or ticket.has_started:
             return ticket is not None
         if self._fetcher is not None:  # raises if the gradient was computed from values that could not be read
-            self._fetcher.check_before(ticket.num_unseen)
+            self._fetcher.check_first(ticket.num_unchecked)
         squares = self._gradients.of[record].squares(self._gradients.of.values())
-        if squares is not None and not math.isfinite(squares):  # `step()` finds that in the norm, on every rank
-            self.tickets.note_taken([record])
+        if squares is not None and not math.isfinite(squares):  # `step()` detects that in the norm, on every rank
+            self.tickets.mark_taken([record])
             return False
         ticket.state = TicketState.RUNNING
         return True
 
     def _take(self, records: Sequence[ParameterRecord]) -> list[torch.Tensor | None]:
         rows = self._gradients.take(records)
-        self.tickets.note_taken(records)
+        self.tickets.mark_taken(records)
         return rows
 
     def abandon(self, *, in_step: bool = False) -> bool:
-        """Abandon an update in a backward (`in_step`: of a failed step) once changes already started have finished;
+        """Abandon an update in a backward (`in_step`: of a failed step) once the changes that it has started are complete;
         return whether the state is now inconsistent."""
         if not self.is_in_backward:
             return False
-        before, self._partial = self._partial, True  # also if this is interrupted
+        was_inconsistent, self._is_inconsistent = self._is_inconsistent, True  # also if this is interrupted
         self.end_backward()
         self.join()
-        # Another rank may have changed what this one had not by the end of the backward.
-        begun = any(ticket.is_begun for ticket in self.tickets.of.values()) or self._gradients.has_sent or in_step
+        # Another rank may have changed parameters that this one had not reached by the end of the backward.
+        has_changed = any(ticket.has_started for ticket in self.tickets.of.values())
+        has_changed = has_changed or self._gradients.has_sent or in_step
         self.tickets.forget()
         self.phase = UpdatePhase.IDLE
-        self._partial = before or begun
-        return begun
+        self._is_inconsistent = was_inconsistent or has_changed
+        return has_changed

@@ -107,7 +107,7 @@ class Training:
             self.compiled.remove()
         self.compiled = CompiledUnits(self.model, self.hooks, compiler)
 
-    def require_here(self, call: str, states: tuple[str, ...] | None = None) -> None:
+    def require_not_offloaded(self, call: str, states: tuple[str, ...] | None = None) -> None:
         """Raise UsageError for a call that needs `states`, by default all, if one of them has been moved away."""
         away = sorted(self.away if states is None else self.away.intersection(states))
         if away:
@@ -136,7 +136,7 @@ class Training:
 
     def begin_backward(self) -> None:
         """Prepare for the backward of a micro-batch; call `end_backward` or `abandon_backward` next."""
-        self.require_here("a backward")
+        self.require_not_offloaded("a backward")
         if self.gradients.sums is not None:
             raise UsageError(
                 "a backward after the norm of the gradients was taken, and before step(): take it after the last backward"
@@ -167,7 +167,7 @@ class Training:
         if self.update.is_in_backward:
             self.update.end_backward()
             if self.hooks is not None:
-                self.hooks.units.values_change(by_step=True)
+                self.hooks.units.invalidate(by_step=True)
         self.accumulation.backwards += 1
 
     def abandon_backward(self, raised: BaseException) -> None:
@@ -213,19 +213,19 @@ class Training:
         self._scaled_norm = self._clip_factor = None
         self.gradients.drop()
 
-    def name_boundary(self, is_boundary: bool | None) -> None:
+    def set_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the current micro-batch is the last of its step, from now on; None: count again."""
         if self.update.is_in_backward and not is_boundary:
             raise UsageError(
                 "this micro-batch can no longer be marked as not the last of its step: with "
                 f'"step_overlap": "backward" its backward has updated parameters; call step() first, or {OTHER_MODES}'
             )
-        self.accumulation.named = is_boundary
+        self.accumulation.boundary_override = is_boundary
 
     def scaled_grad_norm(self, *, begin: bool = False) -> float:
         """Return the norm of the accumulated gradients, with the loss scale, once a step: no backward may follow before
         `step` (all ranks). With `begin`, start prefetching state for the coming update."""
-        self.update.require_whole()
+        self.update.require_consistent()
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()
@@ -288,12 +288,12 @@ class Training:
         so.
 
         By default such gradients raise NonFiniteError on every rank, except in fp16, and parameters without a gradient
-        raise UsageError if the config asks for that, before the update. See [Note: which state is whole] for the state
+        raise UsageError if the config asks for that, before the update. See [Note: which state is consistent] for the state
         after an error;
         the gradients are dropped.
         """
         if self.hooks is not None:
-            self.hooks.units.values_change(by_step=True)  # a forward without a backward leaves stale values
+            self.hooks.units.invalidate(by_step=True)  # a forward without a backward leaves stale values
         try:
             self.gradients.exposed.adopt()
             norm = self.scaled_grad_norm(begin=True)  # reduces, agrees on which ranks have a gradient, sums squares
@@ -312,7 +312,7 @@ class Training:
                     pass
         finally:
             self.update.abandon(in_step=True)  # still there if the step failed
-            self.update.drop_ahead()
+            self.update.drop_prefetched()
             self._forget_gradients()
         self._count(skipped=not accepted)
 

@@ -111,7 +111,7 @@ def wire(
         mode, fetcher = StepMode(config.step_overlap), None if hooks is None else hooks.units.fetcher
         update = Update(model, state, gradients, world, mode, fetcher, stepper)
         if hooks is not None and update.guard is not None:
-            hooks.adopt(update.guard.handles)
+            hooks.add_handles(update.guard.handles)
         return Training(
             world=world,
             config=config,

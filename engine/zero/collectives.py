@@ -2,13 +2,13 @@
 
 [Note: buckets]
 A bucket is a matrix [world, cols] whose row r has rank r's rows of several parameters side by side, with padding. Larger
-parameters are cut at shard columns. On gloo a bucket has at most 4 Mi elements: larger ones are no faster, and their pages
-are new to the process in every step, a fault each (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
+parameters are cut at shard columns. On gloo a bucket has at most 4 Mi elements: larger ones are no faster, and each step
+would fault their pages in anew (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
 
 [Note: the mean]
 On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in fp32, times 1/world, rounded once to the
-type of the exchange: the same bits in any order of arrival, at every stage. An all-reduce is that and an all-gather; between
-two ranks it is gloo's, in the gradients' own memory, halved after rounding, which has the same bits: see "The mean of two
+type of the exchange: the same bits in any order of arrival, at every stage. An all-reduce adds an all-gather to that; between
+two ranks it is gloo's, in the gradients' own memory, halved after rounding, which gives the same bits: see "The mean of two
 processes" in docs/design/0004-gradients.md. Other backends use their own reduction.
 
 [Note: exchanges]
@@ -39,10 +39,10 @@ Rows = Callable[[ParameterRecord], torch.Tensor]
 """Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""
 
 _SUM_NUMEL = 64 * 1024
-_MIN_ALONE_NUMEL = 64 * 1024
-"""Smallest gradient that is reduced in a separate collective."""
+_MIN_SEPARATE_NUMEL = 64 * 1024
+"""Size of the smallest gradient that is reduced in a separate collective."""
 _MAX_IN_PLACE = 4
-"""In-place reductions that run at once."""
+"""Maximum number of concurrent in-place reductions."""
 _GLOO_BUCKET_NUMEL = 4 * 1024 * 1024
 
 
@@ -156,7 +156,8 @@ def unpack(bucket: Bucket, matrix: torch.Tensor, values: Callable[[ParameterReco
 
 
 def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, slice]]:
-    """Yield (rows of the bucket, 0, elements of these whole shards), then (row, elements, their slice) of a partial one."""
+    """Yield (rows of the bucket, 0, slice of the gradient) for the whole shards, then (row, elements, slice) for a partial
+    one."""
     shard_numel, numel = segment.shard_numel, segment.record.numel
     whole = min(world_size, numel // shard_numel)
     if whole:
@@ -167,7 +168,7 @@ def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, sli
         yield slice(whole, whole + 1), partial, slice(base, base + partial)
 
 
-class Gathering(Protocol):
+class PendingGather(Protocol):
     """A pending gather of a bucket."""
 
     work: Work
@@ -177,7 +178,7 @@ class Gathering(Protocol):
         """Copy the received values into the allocated `full` of the parameters."""
 
 
-class Reducing(Protocol):
+class PendingReduction(Protocol):
     """A pending reduce-scatter of a bucket."""
 
     bucket: Bucket
@@ -189,35 +190,35 @@ class Reducing(Protocol):
         """Wait, and return the mean of this rank's rows, [cols]."""
 
 
-class WireForm(Protocol):
-    """A form, other than their own type, in which some parameters or their gradients are sent."""
+class WireFormat(Protocol):
+    """An encoding in which some parameters or their gradients are sent."""
 
     align_numel: int
     """Parameters may be cut at multiples of this many columns of a bucket."""
 
     def takes(self, record: ParameterRecord) -> bool:
-        """Return whether the parameter is sent in this form."""
+        """Return whether the parameter is sent in this format."""
 
 
-class Gathers(WireForm, Protocol):
-    """Gathers some parameters in another form than their rows."""
+class Gathers(WireFormat, Protocol):
+    """Gathers some parameters in another format than their own type."""
 
-    def start(self, world: World, bucket: Bucket, rows: Rows) -> Gathering:
-        """Start to gather a bucket (all ranks, in one order)."""
+    def start(self, world: World, bucket: Bucket, rows: Rows) -> PendingGather:
+        """Start gathering a bucket (all ranks, in the same order)."""
 
 
-class Reducer(WireForm, Protocol):
-    """Reduces some gradients in another form than their own type (stages 2 and 3)."""
+class Reducer(WireFormat, Protocol):
+    """Reduces some gradients in another format than their own type (stages 2 and 3)."""
 
-    def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> Reducing:
-        """Start to reduce `matrix` [world, cols] (all ranks, in one order)."""
+    def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> PendingReduction:
+        """Start reducing `matrix` [world, cols] (all ranks, in the same order)."""
 
     def release(self) -> None:
         """Destroy its process groups, when no reduction is pending."""
 
 
 class Replica(Protocol):
-    """A replica of the parameters, sharded over fewer ranks, from which they are gathered until their values change."""
+    """A replica of the parameters, sharded over fewer ranks; they are gathered from it until their values change."""
 
     @property
     def world(self) -> World:
@@ -230,7 +231,7 @@ class Replica(Protocol):
         """Return whether all of them can be gathered from it."""
 
     def rows(self, record: ParameterRecord) -> torch.Tensor:
-        """Return this rank's rows of a parameter, 1-D with padding, of undefined values."""
+        """Return this rank's rows of a parameter, 1-D, followed by padding of undefined values."""
 
     def keep(self, records: Sequence[ParameterRecord]) -> None:
         """Keep this rank's rows of parameters whose `full` has all values."""
@@ -254,10 +255,10 @@ class Exchanges:
     """The exchanges of a run. See [Note: exchanges]."""
 
     gathers: Gathers | None = None
-    """Gathers the parameters that it accepts."""
+    """Gathers the parameters that it takes."""
     replica: Replica | None = None
     reducer: Reducer | None = None
-    """Reduces the gradients that it accepts."""
+    """Reduces the gradients that it takes."""
 
 
 Maker = Callable[[Exchanges, Config, Sharding, World], Exchanges]
@@ -273,15 +274,15 @@ def register(maker: Maker) -> None:
 
 def exchanges_of(config: Config, sharding: Sharding, world: World) -> Exchanges:
     """Return the exchanges of a run on several ranks (all ranks)."""
-    found = Exchanges()
+    exchanges = Exchanges()
     for maker in _makers:
-        found = maker(found, config, sharding, world)
-    return found
+        exchanges = maker(exchanges, config, sharding, world)
+    return exchanges
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """How gradients are averaged over ranks, and where they are until the update. The bits depend only on `types` and
+    """How gradients are averaged over ranks, and where they wait for the update. The bits depend only on `types` and
     `exchanges`."""
 
     each_backward: bool
@@ -290,17 +291,17 @@ class GradientRules:
     bucket_numel: int
     """Maximum size of one reduction."""
     scatter: bool = True
-    """Each rank gets only its rows of a sharded gradient; else all of it. This and `overlap` can be turned off if a backward
-    has no gathers (stages 1 and 2): otherwise a rank that waits for a reduction could block the gather of another."""
+    """Send each rank only its rows of a sharded gradient; else all of it. This and `overlap` can be turned off if a backward
+    has no gathers (stages 1 and 2): otherwise a rank that waits for a reduction could block another rank's gather."""
     overlap: bool = True
     """Continue while a reduction is pending."""
     types: GradientTypes[torch.dtype] = field(default_factory=lambda: GradientTypes(summed=torch.float32))
     to_host: frozenset[ParameterRecord] = frozenset()
-    """Parameters whose gradients are in host memory on any device."""
+    """Parameters whose gradients wait in host memory, whichever device computes them."""
     spills: bool = False
-    """Whether some rank has gradients on disk: then all ranks agree on errors there before the norm."""
+    """Whether any rank has gradients on disk: all ranks then agree on disk errors before the norm."""
     keeps_rows: bool = True
-    """Keep the rows' memory between steps; otherwise the update frees it."""
+    """Keep the rows' memory between steps; else the update frees it."""
     exchanges: Exchanges
     squares_at_once: bool = False
     """Sum squares as gradients become final: an update may consume them before the norm is needed."""
@@ -310,7 +311,7 @@ class GradientRules:
         return self.types.reduced(record.dtype)
 
 
-class Reduction(Reducing):
+class Reduction(PendingReduction):
     """The default reduce-scatter. See [Note: the mean]."""
 
     def __init__(self, world: World, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> None:
@@ -333,7 +334,7 @@ def rows_in(bucket: Bucket, mean: torch.Tensor) -> Iterator[tuple[Segment, slice
     """Yield (segment, slice of this rank's rows, their part of `mean` [cols]) for each segment of a reduced bucket."""
     for segment in bucket.segments:
         first, stop = segment.record.owned_range
-        rows = slice(*(min(stop - first, at) for at in (segment.first, segment.stop)))
+        rows = slice(*(min(stop - first, column) for column in (segment.first, segment.stop)))
         yield segment, rows, mean[segment.offset : segment.offset + rows.stop - rows.start]
 
 
@@ -352,21 +353,22 @@ def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
 def _grouped(
     gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int
 ) -> Iterator[tuple[list[torch.Tensor], torch.dtype]]:
-    """Yield groups of pieces of gradients, 1-D, of at most `limit_numel` elements and of one type: large ones alone."""
+    """Yield groups of pieces of gradients, 1-D, each group of at most `limit_numel` elements and of one type; a piece of a
+    large gradient is a separate group."""
     small: list[torch.Tensor] = []
-    left, small_dtype = 0, torch.float32
+    remaining, small_dtype = 0, torch.float32
     for gradient, dtype in gradients:
-        if gradient.numel() >= _MIN_ALONE_NUMEL:
+        if gradient.numel() >= _MIN_SEPARATE_NUMEL:
             yield from (([piece], dtype) for piece in torch.split(gradient, limit_numel))
             continue
         for piece in torch.split(gradient, limit_numel):
-            if small and (piece.numel() > left or dtype != small_dtype):
+            if small and (piece.numel() > remaining or dtype != small_dtype):
                 yield small, small_dtype
                 small = []
             if not small:
-                left, small_dtype = limit_numel, dtype
+                remaining, small_dtype = limit_numel, dtype
             small.append(piece)
-            left -= piece.numel()
+            remaining -= piece.numel()
     if small:
         yield small, small_dtype
 
@@ -374,8 +376,8 @@ def _grouped(
 def mean_in_place(
     world: World, gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int, *, overlap: bool
 ) -> int:
-    """Replace gradients, 1-D, by their mean over two ranks, sent in the given types; return the number of overlapping
-    reductions."""
+    """Replace gradients, 1-D, with their mean over two ranks, sent in the given types; return how many reductions
+    overlapped."""
     pending: deque[tuple[list[torch.Tensor], torch.Tensor, Work]] = deque()
     overlapped = 0
 
@@ -406,11 +408,11 @@ class Reductions:
         self._world = world.second() if rules.each_backward else world
         self._rules = rules
         self._limit_numel = bucket_limit(self._world, rules.bucket_numel)
-        self._pending: deque[tuple[Reducing, Put]] = deque()
+        self._pending: deque[tuple[PendingReduction, Put]] = deque()
 
     def start(self, values: dict[ParameterRecord, torch.Tensor | None], put: Put) -> Iterator[Bucket]:
-        """Start to reduce gradients, None for zeros, and clear `values` (all ranks, in one order); yield each bucket. `put` is
-        called with this rank's rows of it when they are reduced."""
+        """Start reducing gradients, None for zeros, and clear `values` (all ranks, in the same order); yield each bucket. `put`
+        is called with this rank's rows of it once they are reduced."""
         scatter = self._rules.scatter
 
         def take(bucket: Bucket, mean: torch.Tensor) -> None:
@@ -426,8 +428,8 @@ class Reductions:
             self._finish_oldest()
 
     def replace(self, values: Mapping[ParameterRecord, torch.Tensor], *, scatter: bool) -> int:
-        """Replace whole gradients, 1-D [numel], of any type, by their mean over ranks (all ranks), with `scatter` only this
-        rank's rows. Return the number of overlapping reductions."""
+        """Replace whole gradients, 1-D [numel], of any type, with their mean over ranks (all ranks); with `scatter`, only this
+        rank's rows. Return how many reductions overlapped."""
         overlapped, world, overlap = 0, self._world, self._rules.overlap
         if not scatter:
             sent = {record: (flat, self._rules.reduced(record)) for record, flat in values.items()}
@@ -455,7 +457,7 @@ class Reductions:
             self.drop()  # after an error
         return overlapped
 
-    def _begin(self, values: Mapping[ParameterRecord, torch.Tensor | None], *, scatter: bool) -> Iterator[Reducing]:
+    def _begin(self, values: Mapping[ParameterRecord, torch.Tensor | None], *, scatter: bool) -> Iterator[PendingReduction]:
         """Start the reductions of gradients, bucket by bucket."""
         rules, world_size = self._rules, self._world.world_size
         kind: Kind = "reduce_scatter" if scatter else "all_reduce"
@@ -470,21 +472,21 @@ class Reductions:
 
     def _gather(self, mean: torch.Tensor) -> torch.Tensor:
         """Return every rank's rows of a mean, [world, cols] (all ranks)."""
-        everyone = mean.new_empty(self._world.world_size, mean.numel())
-        self._world.all_gather(everyone.view(-1), mean, kind="all_reduce")
-        return everyone
+        gathered = mean.new_empty(self._world.world_size, mean.numel())
+        self._world.all_gather(gathered.view(-1), mean, kind="all_reduce")
+        return gathered
 
     def _finish_oldest(self) -> None:
         reduction, take = self._pending.popleft()
         take(reduction.bucket, reduction.finish())
 
     def drain(self) -> None:
-        """Wait until none is pending."""
+        """Finish all pending reductions."""
         while self._pending:
             self._finish_oldest()
 
     def drop(self) -> None:
-        """Drop pending ones."""
+        """Forget pending reductions."""
         self._pending.clear()
 
     def release(self) -> None:

@@ -4,15 +4,15 @@
 read    rows in the store are read in the background; with a single rank, directly into `full`, unless it is the store's
         memory. A thread reads rows on disk. One copy sends rows in host memory to the device, after their last update;
         the device waits for it in stream order; the host waits at the end of the iteration, or before values change.
-send    starts the collectives, on every rank in the same order: only the main thread calls it, at points that every rank
+send    starts the collectives, in the same order on every rank: only the main thread calls it, at points that every rank
         reaches. It waits for this rank's rows. With a `Replica` of the parameters only the ranks of a group take part.
 finish  waits until `full` of every record is filled.
 
-Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part,
-so
-that none waits for it, and all raise, as they do if they gather different units. While an order is recorded the header is
-received before anything else is sent, since collectives of different sizes would end the process. On CUDA headers are
-copied to the host in the background, and checked when the iteration ends, or before an update in the backward.
+Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part
+nevertheless, so no other rank waits for it, and all ranks raise, as they do if they gather different units. While an order
+is recorded the header is received before anything else is sent, since collectives of different sizes would end the process.
+On CUDA headers are copied to the host in the background, and checked when the iteration ends, or before an update in the
+backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zstore.store import Store
 
 from ..params.record import ParameterRecord
 from ..runtime.device import Copy, Event, Transfers
-from .collectives import Bucket, Exchanges, Gathering, Replica, Rows, bucket_limit, plan_buckets, unpack
+from .collectives import Bucket, Exchanges, PendingGather, Replica, Rows, bucket_limit, plan_buckets, unpack
 
 _NOTE = "The parameters of unit {!r} could not be read."
 _DIRECT_NUMEL = 512 * 1024
@@ -51,35 +51,35 @@ class Fetch:
     """Number of the unit."""
     records: list[ParameterRecord]
     replica: Replica | None = None
-    """Replica to gather from, among its ranks; None: the shards of all ranks."""
+    """Replica to gather from, over its ranks; None: gather the shards of all ranks."""
     rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict, repr=False)
     """1-D memory for the rows from the store, with padding."""
     start: Event = None
     """The memory may be written after this event."""
-    unsent: list[ParameterRecord] = field(default_factory=list)
-    """Records of `rows` in host memory whose copy has not been started."""
+    uncopied: list[ParameterRecord] = field(default_factory=list)
+    """Records of `rows` in host memory whose copy to the device has not been started."""
     copy: Copy | None = None
-    """Copy of these to the device."""
+    """Their copy to the device."""
     ticket: Ticket[None] | None = None
-    """Ticket of the thread that reads rows from disk."""
+    """The reads from disk."""
     cancelled: bool = False
     """Whether the rows are no longer needed."""
     sent: bool = False
     header: Work | None = None
     """None once it has been checked. See [Note: a fetch]."""
-    mine: torch.Tensor | None = None
-    """This rank's header."""
+    own_header: torch.Tensor | None = None
+    """This rank's header; kept while the collective reads it."""
     headers: torch.Tensor | None = None
     """Headers of all ranks."""
-    late: Copy | None = None
-    """Copy of the flags to the host, if they are checked late."""
+    headers_copy: Copy | None = None
+    """Their copy to the host, if they are checked later."""
     error: BaseException | None = None
-    """Error of reading this rank's rows."""
-    gathers: list[Gathering] = field(default_factory=list)
+    """The error of reading this rank's rows."""
+    gathers: list[PendingGather] = field(default_factory=list)
 
 
-class RowGather(Gathering):
-    """An all-gather of a bucket's rows, directly into the memory of a parameter that has a separate bucket."""
+class RowGather(PendingGather):
+    """An all-gather of a bucket's rows; if a parameter fills the bucket alone, directly into its memory."""
 
     def __init__(self, world: World, bucket: Bucket, rows: Rows) -> None:
         first = bucket.segments[0]
@@ -87,14 +87,14 @@ class RowGather(Gathering):
         self._matrix: torch.Tensor | None = None
         """Received rows, [world, cols]; None: they are in place."""
         if len(bucket.segments) == 1 and bucket.cols == first.shard_numel:
-            self._sent = rows(first.record)
+            self._send = rows(first.record)
             target = first.record.padded_full(world.world_size * bucket.cols)
         else:
             parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
-            self._sent = torch.cat(parts)
-            self._matrix = self._sent.new_empty(world.world_size, bucket.cols)
+            self._send = torch.cat(parts)
+            self._matrix = self._send.new_empty(world.world_size, bucket.cols)
             target = self._matrix.view(-1)
-        self.work = world.start_all_gather(target, self._sent)
+        self.work = world.start_all_gather(target, self._send)
 
     def finish(self) -> None:
         if self._matrix is not None:
@@ -102,9 +102,8 @@ class RowGather(Gathering):
 
 
 class Fetcher:
-    """Executes fetches of parameters whose rows may be in `store`. `pool` has buffers for reads from disk; None: the
-    store has
-    no rows."""
+    """Executes fetches of parameters whose rows may be in `store`. `pool` has buffers for reads from disk; None: the store
+    has no rows."""
 
     def __init__(
         self,
@@ -120,53 +119,53 @@ class Fetcher:
         self._gathers = exchanges.gathers
         self._limit_numel = limit_numel
         self._workers: Workers | None = None
-        """The thread that reads from disk, started at its first use; it works in `_context`."""
+        """The thread that reads from disk in `_context`; started at its first use."""
         self._context = transfers.streams.stream_context()
-        self._waiting: deque[Fetch] = deque()
-        """Fetches whose rows in host memory may be waiting for the last step's update."""
-        self._late = world.device.type == "cuda"
-        self.unseen: list[Fetch] = []
-        """Finished fetches of this iteration whose headers are not checked."""
-        self._apart = False
-        """Whether ranks gathered different units: pending collectives may never complete."""
+        self._uncopied: deque[Fetch] = deque()
+        """Fetches with rows in host memory that may wait for the last step's update before they are copied."""
+        self._checks_later = world.device.type == "cuda"
+        self.unchecked: list[Fetch] = []
+        """Finished fetches of this iteration whose headers have not been checked."""
+        self._diverged = False
+        """Whether ranks have gathered different units, so that pending collectives may never complete."""
         self.ready: Callable[[Sequence[ParameterRecord], bool], bool] = lambda records, wait: True
-        """Returns whether the last step has updated the rows of records, after a wait if the flag is set; for any
-        thread."""
+        """Returns whether the last step has updated the rows of these records; with the flag set it waits for that. Safe to
+        call from any thread."""
         self.last_copy: Copy | None = None
-        """The last copy to the device, which the host did not wait for."""
+        """The last copy to the device, which the host has not waited for."""
         self.read_bytes = 0
-        """Bytes of rows read so far."""
+        """Bytes of rows read since the start."""
 
     def read(self, fetch: Fetch, *, ahead: bool) -> None:
-        """Start to read the rows of the fetch's records, which have no memory; `ahead` of their use or at it."""
+        """Start reading the rows of the fetch's records, which have no memory: `ahead` of their use, or on demand."""
         if self.replica is not None and self.replica.has(fetch.records):
             fetch.replica = self.replica
             return
-        alone = self._world.world_size == 1
+        is_single_rank = self._world.world_size == 1
         for record in fetch.records:
-            if alone:
+            if is_single_rank:
                 record.allocate_full()
             if record.stored_array is not None and not record.is_in_place:
-                fetch.rows[record] = record.full if alone else record.full.new_zeros(record.state_grid.shard_numel)
+                fetch.rows[record] = record.full if is_single_rank else record.full.new_zeros(record.state_grid.shard_numel)
         if not fetch.rows:
             return
         fetch.start = self._transfers.streams.record()
         on_disk: list[ParameterRecord] = []
         for record in fetch.rows:
             if record.owned_numel and record.stored_array is not None:
-                (fetch.unsent if self._store.tier(record.stored_array).name == "host" else on_disk).append(record)
-        if fetch.unsent:
-            self._waiting.append(fetch)
-        while self._waiting and self._send_up(self._waiting[0], wait=False):
-            self._waiting.popleft()
+                (fetch.uncopied if self._store.tier(record.stored_array).name == "host" else on_disk).append(record)
+        if fetch.uncopied:
+            self._uncopied.append(fetch)
+        while self._uncopied and self._copy_to_device(self._uncopied[0], wait=False):
+            self._uncopied.popleft()
         if on_disk:
             if self._workers is None:
                 self._workers, self._context = Workers(1, "zstore-prefetch"), self._transfers.streams.stream_context()
             fetch.ticket = self._workers.submit(partial(self._read_disk, fetch, on_disk, ahead=ahead))
 
-    def _send_up(self, fetch: Fetch, *, wait: bool) -> bool:
-        """Start one copy of all rows in host memory; return False if they are not updated yet and `wait` is not set."""
-        records = fetch.unsent
+    def _copy_to_device(self, fetch: Fetch, *, wait: bool) -> bool:
+        """Start one copy of all rows in host memory; return False if their update is still running and `wait` is not set."""
+        records = fetch.uncopied
         if not records or fetch.cancelled:
             return True
         try:
@@ -183,14 +182,14 @@ class Fetcher:
                 else:
                     fetch.copy = self._transfers.begin_all(targets, sources, after=fetch.start)
             self.read_bytes += nbytes
-        except Exception as error:  # of this rank only, until all check the headers
+        except Exception as error:  # on this rank only, until all ranks check the headers
             error.add_note(_NOTE.format(fetch.name))
             fetch.error = error
-        fetch.unsent = []
+        fetch.uncopied = []
         return True
 
     def _read_disk(self, fetch: Fetch, records: Sequence[ParameterRecord], *, ahead: bool) -> None:
-        """Read rows from disk (the thread)."""
+        """Read rows from disk (in the reading thread)."""
         if fetch.cancelled:
             return
         rows = [(record.stored_array or "", fetch.rows[record][: record.owned_numel]) for record in records]
@@ -205,46 +204,45 @@ class Fetcher:
             raise
 
     def _read_rows(self, fetch: Fetch, rows: Sequence[tuple[str, torch.Tensor]], *, ahead: bool) -> None:
-        crossing: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pending_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         groups = [[name] for name, _ in rows]
         with contextlib.closing(self._store.tiles(groups, "read", pool=self._pool, ahead=ahead)) as tiles:
             for tile in tiles:
                 target = rows[tile.group][1][tile.first : tile.stop]
                 source = as_torch(tile.views[0])
                 if self._transfers.link(source, target) is not None:
-                    crossing.append((target, source))
+                    pending_copies.append((target, source))
                 else:
                     # One memcpy, without torch's threads, which the computation uses. A numpy array over the target would
                     # make its storage impossible to resize.
                     ctypes.memmove(target.data_ptr(), tile.views[0].ctypes.data, target.nbytes)
                 self.read_bytes += target.nbytes
-                if crossing and tile.ends_buffer:
+                if pending_copies and tile.ends_buffer:
                     began = time.perf_counter()
-                    self._transfers.begin_all(*map(list, zip(*crossing, strict=True)), after=fetch.start).wait()
+                    self._transfers.begin_all(*map(list, zip(*pending_copies, strict=True)), after=fetch.start).wait()
                     self._store.links.busy("host_to_device", time.perf_counter() - began)
-                    crossing.clear()
+                    pending_copies.clear()
                 if fetch.cancelled:
                     break
 
     def _wait_for(self, fetch: Fetch) -> None:
-        """Wait for the rows from the store; for rows in host memory, only the device waits; for a cancelled fetch, wait
-        until nothing
-        writes to their memory. An error is left in `fetch.error`."""
+        """Wait for the rows from the store (for those in host memory only the device waits), or until nothing writes to their
+        memory if the fetch is cancelled. An error is stored in `fetch.error`."""
         if not fetch.rows:
             return
         with self._world.links.waiting("parameter_read", "not read yet"):
-            self._send_up(fetch, wait=True)
+            self._copy_to_device(fetch, wait=True)
             if fetch.ticket is not None:
                 fetch.error = fetch.error or fetch.ticket.error()
         if fetch.copy is not None:
             fetch.copy.follow()
-            self.last_copy, fetch.copy = fetch.copy, None  # copies end in order; `unseen` must not keep the rows
+            self.last_copy, fetch.copy = fetch.copy, None  # copies end in order; `unchecked` must not keep the rows
 
     def send(self, fetch: Fetch, *, expected: bool) -> None:
-        """Start the collectives (all ranks, in one order). `expected`: every rank is known to gather this unit now."""
+        """Start the collectives (all ranks, in the same order). `expected`: all ranks are known to gather this unit now."""
         if fetch.sent:
             return
-        if self._apart:
+        if self._diverged:
             raise UsageError("the ranks executed different modules; restart the run")
         fetch.sent = True
         if self._world.world_size == 1:
@@ -257,40 +255,40 @@ class Fetcher:
         except BaseException as error:
             fetch.error = fetch.error or error
         world = self._world if fetch.replica is None else fetch.replica.world
-        # Filled on the device: a copy from host memory would wait for all its earlier work.
-        mine = fetch.mine = torch.full((2,), fetch.number, dtype=torch.int32, device=world.device)
-        mine[1:].fill_(fetch.error is not None)
+        # Filled on the device: a copy from host memory would wait for all earlier work there.
+        header = fetch.own_header = torch.full((2,), fetch.number, dtype=torch.int32, device=world.device)
+        header[1:].fill_(fetch.error is not None)
         fetch.headers = torch.empty(2 * world.world_size, dtype=torch.int32, device=world.device)
-        fetch.header = world.start_all_gather(fetch.headers, mine, kind="control")
-        if not expected and not self._late:
+        fetch.header = world.start_all_gather(fetch.headers, header, kind="control")
+        if not expected and not self._checks_later:
             fetch.header.wait()
             self._check(fetch)
         self._send_rows(fetch, world)
 
     def _send_rows(self, fetch: Fetch, world: World) -> None:
-        # The replica has values that were previously gathered in another form.
+        # A replica has the decoded values: its rows are sent unchanged.
         gathers = self._gathers if fetch.replica is None else None
         stored = fetch.rows
-        rows = fetch.replica.rows if fetch.replica else lambda one: stored[one] if one in stored else one.padded_shard()
+        rows = fetch.replica.rows if fetch.replica else lambda r: stored[r] if r in stored else r.padded_shard()
         for record in fetch.records:
             record.allocate_full()
-        others = [] if gathers is None else [record for record in fetch.records if gathers.takes(record)]
-        own = [record for record in fetch.records if record not in others] if others else fetch.records
-        small = [record for record in own if record.numel < _DIRECT_NUMEL]
-        apart = [[record] for record in own if record.numel >= _DIRECT_NUMEL]
+        encoded = [] if gathers is None else [record for record in fetch.records if gathers.takes(record)]
+        plain = [record for record in fetch.records if record not in encoded] if encoded else fetch.records
+        small = [record for record in plain if record.numel < _DIRECT_NUMEL]
+        large = [[record] for record in plain if record.numel >= _DIRECT_NUMEL]
         plan = partial(plan_buckets, world_size=world.world_size, limit_numel=self._limit_numel)
         plan = plan if fetch.replica is None else partial(plan, grid_of=fetch.replica.grid)
-        starts: list[tuple[Callable[[World, Bucket, Rows], Gathering], Bucket]] = []
-        for together in (*apart, small):
-            starts += [(RowGather, bucket) for bucket in plan(together)]
+        starts: list[tuple[Callable[[World, Bucket, Rows], PendingGather], Bucket]] = []
+        for group in (*large, small):
+            starts += [(RowGather, bucket) for bucket in plan(group)]
         if gathers is not None:
-            starts += [(gathers.start, bucket) for bucket in plan(others, align_numel=gathers.align_numel)]
-        for start, bucket in starts:  # if one fails, those before it are in the fetch
+            starts += [(gathers.start, bucket) for bucket in plan(encoded, align_numel=gathers.align_numel)]
+        for start, bucket in starts:  # if one fails, the fetch has those started before it
             fetch.gathers.append(start(world, bucket, rows))
         stored.clear()
 
     def finish(self, fetch: Fetch, *, expected: bool) -> None:
-        """Wait until every record is filled; raises the error of any rank on every rank."""
+        """Wait until every record is filled; raise the error of any rank on every rank."""
         self.send(fetch, expected=expected)
         if self._world.world_size == 1:
             self.ready([record for record in fetch.records if record.is_in_place], True)
@@ -300,10 +298,10 @@ class Fetcher:
             return
         if fetch.header is not None and fetch.headers is not None:
             fetch.header.wait()
-            if self._late:
+            if self._checks_later:
                 on_host = self._transfers.empty_host(fetch.headers.numel(), fetch.headers.dtype)
-                fetch.late = self._transfers.begin(on_host, fetch.headers, counted=False)
-                self.unseen.append(fetch)
+                fetch.headers_copy = self._transfers.begin(on_host, fetch.headers, counted=False)
+                self.unchecked.append(fetch)
             else:
                 self._check(fetch)
         for gather in fetch.gathers:
@@ -318,10 +316,11 @@ class Fetcher:
         if fetch.header is None or fetch.headers is None:
             return
         world = self._world if fetch.replica is None else fetch.replica.world
-        headers = (fetch.headers if fetch.late is None else fetch.late.wait()).view(-1, 2).tolist()
+        copy = fetch.headers_copy
+        headers = (fetch.headers if copy is None else copy.wait()).view(-1, 2).tolist()
         units = [unit for unit, _ in headers]
         if any(unit != fetch.number for unit in units):
-            self._apart = True
+            self._diverged = True
             raise UsageError(
                 f"rank {world.global_rank(world.rank)} needs unit {fetch.name!r} (number {fetch.number}), while the ranks need "
                 f"units {units}: every rank must run the same modules in the same order where parameters are sharded; no rank "
@@ -329,7 +328,7 @@ class Fetcher:
             )
         if fetch.error is not None:
             raise fetch.error
-        failed = [world.global_rank(rank) for rank, (_, bad) in enumerate(headers) if bad]
+        failed = [world.global_rank(rank) for rank, (_, has_failed) in enumerate(headers) if has_failed]
         if failed:
             raise RankError(
                 f"rank {', '.join(map(str, failed))} of {world.num_ranks} failed to read the parameters of unit "
@@ -338,35 +337,34 @@ class Fetcher:
             )
         fetch.header = None
 
-    def check_before(self, number: int) -> None:
-        """Check the headers of the first `number` finished fetches of this iteration; for any thread."""
-        for fetch in self.unseen[:number]:
+    def check_first(self, number: int) -> None:
+        """Check the headers of the first `number` finished fetches of this iteration. Safe to call from any thread."""
+        for fetch in self.unchecked[:number]:
             self._check(fetch)
 
-    def check_arrived(self) -> None:
+    def check_all(self) -> None:
         """Check all headers, at the end of the iteration."""
-        unseen, self.unseen = self.unseen, []
-        for fetch in unseen:
+        unchecked, self.unchecked = self.unchecked, []
+        for fetch in unchecked:
             self._check(fetch)
 
     def drop(self, fetch: Fetch) -> bool:
-        """Wait until nothing writes to the records' memory; pending collectives complete on every rank. Return False if
-        they
-        may never complete, so that the memory must stay."""
+        """Wait until nothing writes to the records' memory; pending collectives complete on every rank. Return False if they
+        may never complete: the memory must then not be freed."""
         fetch.cancelled = True
         self._wait_for(fetch)
         works = [gather.work for gather in fetch.gathers] + ([] if fetch.header is None else [fetch.header])
-        if self._apart and not all(work.is_completed() for work in works):
+        if self._diverged and not all(work.is_completed() for work in works):
             return False
         for work in works:
-            # A failed fetch does not write either; its caller has the error.
+            # A failed collective does not write either; its caller has the error.
             with contextlib.suppress(RuntimeError):
                 work.wait()
         fetch.gathers.clear()
         return True
 
     def close(self) -> None:
-        """End the reading thread after the pending requests, and destroy the process groups of the replica."""
+        """End the reading thread after its pending requests, and destroy the replica's process groups."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -379,10 +377,10 @@ def all_gather_rows(world: World, records: Iterable[ParameterRecord], limit_nume
     limit = bucket_limit(world, limit_numel)
     for bucket in plan_buckets(records, world.world_size, limit):
         device = bucket.segments[0].record.full.device
-        mine = torch.zeros(bucket.cols, dtype=bucket.dtype, device=device)
+        send = torch.zeros(bucket.cols, dtype=bucket.dtype, device=device)
         for segment in bucket.segments:
             rows = segment.record.owned()[segment.first : segment.stop]
-            mine[segment.offset : segment.offset + rows.numel()] = rows
-        matrix = mine.new_empty(world.world_size, bucket.cols)
-        world.all_gather(matrix.view(-1), mine)
+            send[segment.offset : segment.offset + rows.numel()] = rows
+        matrix = send.new_empty(world.world_size, bucket.cols)
+        world.all_gather(matrix.view(-1), send)
         unpack(bucket, matrix, lambda record: record.full)

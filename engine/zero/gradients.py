@@ -36,7 +36,7 @@ from ..runtime.device import Transfers, labelled
 from .collectives import Bucket, GradientRules, Reductions, rows_in
 from .gradient import Arrivals, BackwardPhase, Gradient, GradientState, GradientStep, take_gradient, watch_gradient
 from .norm import sums_of_squares
-from .sharded_gradient import GradientActs, ShardedGradient
+from .sharded_gradient import GradientOwner, ShardedGradient
 from .spill import GradientSpill
 
 _NAMED = 5
@@ -316,7 +316,7 @@ class ExposedGradients:
     """The gradients of the step in the parameters' `.grad`, and what the training loop changes there. See [Note: gradients
     between backward and step]."""
 
-    acts: GradientActs
+    owner: GradientOwner
     """Serves operations on gradients that are not whole on this rank."""
 
     def __init__(self, gradients: Mapping[ParameterRecord, Gradient], step: GradientStep) -> None:
@@ -342,7 +342,7 @@ class ExposedGradients:
         if values is None:
             values = self._placeholders.get(record)
             if values is None:
-                values = self._placeholders[record] = ShardedGradient.of(record, self.acts)
+                values = self._placeholders[record] = ShardedGradient.of(record, self.owner)
         record.parameter.grad = gradient.exposed = values
 
     @property

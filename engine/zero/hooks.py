@@ -5,15 +5,16 @@ forward   the pre-hook of the first of its modules that is called gathers it; th
 backward  a hook on the output tensors of that call gathers it again: autograd runs nodes in the reverse order of their
           creation. It is released when each of its parameters has its gradient (no remaining node reads them), or when the
           backward reaches a unit that ran before it (unless one is nested in the other, or was called there), or at the end.
-A call during the backward (activation checkpointing) gathers, if needed, and never releases. If a module's output has no
-tensor, the unit stays gathered until the end of the backward. Gathering is a collective: every rank runs the same modules in
-the same order.
+A call during the backward (activation checkpointing) gathers the unit if necessary, and never releases it. If a module's
+output has no tensor, the unit stays gathered until the end of the backward. Gathering is a collective: every rank runs the
+same modules in the same order.
 
 [Note: stray reads]
 A forward, or recomputation in a backward, may read a parameter of a released unit, as in `F.linear(x, self.embed.weight)` or a
 penalty over `self.parameters()`: its class reports the operation (`ReleasedParameter`). The unit is gathered until the end of
-that forward and again for the whole backward, as far as all such units and one more fit in the budget of live parameters.
-Otherwise it is gathered only for the operation, and before its nodes in the backward, unless the output shares its memory.
+that forward and again for the whole backward, if all such units and one more fit in the budget of live parameters.
+Otherwise it is gathered for that operation only, and again before its nodes in the backward, unless the output shares its
+memory.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from torch.utils.hooks import RemovableHandle
 from ..params.record import EndRead, ParameterRecord, Residency
 from .unshard import ShardedUnit, ShardedUnits, StrayRead
 
-_Given = dict[int, Any]
-_NOT_GIVEN = object()
+_Inputs = dict[int, Any]
+_NOT_AN_INPUT = object()
 
 
 class Phase(Enum):
     """Parts of an iteration in which modules are called."""
 
     FORWARD = "forward"
-    """A forward that may have a backward, or one that runs before it."""
+    """A forward that a backward may follow."""
     INFERENCE = "inference"
-    """A forward without a backward, which is an iteration."""
+    """A forward without a backward: an iteration of its own."""
     BACKWARD = "backward"
     """Recomputation in a backward."""
 
@@ -51,13 +52,13 @@ class UnitHooks:
 
     def __init__(self, model: nn.Module, sharded: ShardedUnits) -> None:
         self.units = sharded
-        self._given: dict[nn.Module, _Given] = {}
-        """Input tensors of running modules, by id, and the nodes that produced them."""
-        self._entered: list[nn.Module] = []
+        self._inputs: dict[nn.Module, _Inputs] = {}
+        """The nodes that produced the input tensors of each running module, by the tensors' ids."""
+        self._open_modules: list[nn.Module] = []
         """Running modules that contain units."""
-        self._former: list[ShardedUnit] = []
+        self._in_use_before: list[ShardedUnit] = []
         """Units that were in use before the current forward."""
-        self._reading: list[ShardedUnit] = []
+        self._gathered_for_read: list[ShardedUnit] = []
         """Units gathered for the current operation."""
         self._phase = Phase.FORWARD
         self._handles: list[RemovableHandle] = []
@@ -66,11 +67,12 @@ class UnitHooks:
                 record.on_read = self._read
             for module in unit.unit.modules:
                 self._register(module, partial(self._before_forward, unit), partial(self._after_forward, unit))
-        # Modules that contain units: a script may call one directly, as `generate` calls an encoder.
+        # Modules that contain units: scripts may call them directly, as `generate` calls an encoder.
         blocks = [unit for unit in sharded.all if unit.records and len(unit.unit.modules) > 1]
         within = {inner for unit in blocks for inner in unit.inner}
-        for module in (one for one in model.modules() if one not in within and list(one.children())):
-            self._register(module, self._enter, self._leave)
+        for module in model.modules():
+            if module not in within and list(module.children()):
+                self._register(module, self._enter, self._leave)
 
     def _register(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
         self._handles += [
@@ -78,8 +80,8 @@ class UnitHooks:
             module.register_forward_hook(ModuleHook(after), always_call=True),
         ]
 
-    def adopt(self, handles: Iterable[RemovableHandle]) -> None:
-        """Treat other hooks of the engine on the same modules as these."""
+    def add_handles(self, handles: Iterable[RemovableHandle]) -> None:
+        """Treat other hooks of the engine on the same modules like these hooks."""
         self._handles += handles
 
     @property
@@ -92,29 +94,29 @@ class UnitHooks:
         ids = self.hook_ids
         for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
             for number in ids.intersection(hooks):
-                if isinstance(hook := hooks[number], ModuleHook):  # otherwise disabled already
+                if isinstance(hook := hooks[number], ModuleHook):  # otherwise it is disabled already
                     hooks[number] = torch.compiler.disable(hook.__call__)  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._entered.append(module)
-        if len(self._entered) == 1 and self._phase is not Phase.BACKWARD:
-            self._former, trains = list(self.units.in_use), torch.is_grad_enabled()
+        self._open_modules.append(module)
+        if len(self._open_modules) == 1 and self._phase is not Phase.BACKWARD:
+            self._in_use_before, trains = list(self.units.in_use), torch.is_grad_enabled()
             if trains:
-                self._change_reads({StrayRead.OLD: StrayRead.NO})
+                self._change_reads({StrayRead.AFTER_BACKWARD: StrayRead.NONE})
             kind = "training" if trains else "inference"
             if self.units.begin(f"{kind} of {type(module).__name__} {id(module)}") and not trains:
                 self._phase = Phase.INFERENCE
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module not in self._entered:  # a hook ahead of `_enter` raised, or it was interrupted
+        if module not in self._open_modules:  # a hook ahead of `_enter` raised, or it was interrupted
             return
-        self._entered.remove(module)
-        if not self._entered and self._phase is not Phase.BACKWARD:
+        self._open_modules.remove(module)
+        if not self._open_modules and self._phase is not Phase.BACKWARD:
             self._end_reads()
             phase, self._phase = self._phase, Phase.FORWARD
             if output is None:
                 # A forward that raised has no output; its order is not recorded, and other ranks may be at another unit.
-                for unit in [unit for unit in self.units.in_use if unit not in self._former]:
+                for unit in [unit for unit in self.units.in_use if unit not in self._in_use_before]:
                     self.units.reshard(unit)
                 self.units.end(failed=True)
             elif phase is Phase.INFERENCE:
@@ -123,19 +125,19 @@ class UnitHooks:
     def _end_reads(self) -> None:
         """End a forward's stray reads."""
         for unit in self.units.all:
-            if unit.is_in_use and unit.read is not StrayRead.NO:
+            if unit.is_in_use and unit.stray_read is not StrayRead.NONE:
                 self.units.reshard(unit)
-        self._change_reads({StrayRead.NOW: StrayRead.BEFORE if torch.is_grad_enabled() else StrayRead.NO})
+        self._change_reads({StrayRead.IN_FORWARD: StrayRead.FOR_BACKWARD if torch.is_grad_enabled() else StrayRead.NONE})
 
     def end_interrupted(self) -> None:
         """End a forward interrupted by Ctrl-C as if it had raised (called by the engine)."""
-        del self._entered[1:]
-        for module in list(self._entered):
+        del self._open_modules[1:]
+        for module in list(self._open_modules):
             self._leave(module, None, None)
 
     def _change_reads(self, changes: Mapping[StrayRead, StrayRead]) -> None:
         for unit in self.units.all:
-            unit.read = changes.get(unit.read, unit.read)
+            unit.stray_read = changes.get(unit.stray_read, unit.stray_read)
 
     def _before_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, kwargs: Any) -> None:
         in_backward = self._phase is Phase.BACKWARD
@@ -145,20 +147,20 @@ class UnitHooks:
         if unit.holder is None or unit.holder is module:
             unit.called_within.update(self._running())
         if torch.is_grad_enabled() and (in_backward or unit.holder is module):
-            self._given[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
+            self._inputs[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
 
     def _after_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
-        given = self._given.pop(module, {})
+        inputs = self._inputs.pop(module, {})
         if self._phase is Phase.BACKWARD:
-            self._watch(unit, output, given)
+            self._watch(unit, output, inputs)
             return
         if not unit.is_in_use or unit.holder is not module:
             return
-        if not torch.is_grad_enabled() or self._watch(unit, output, given):
+        if not torch.is_grad_enabled() or self._watch(unit, output, inputs):
             self.units.reshard(unit)
         else:
             unit.holder = None
-        if not self._entered and not self._running():
+        if not self._open_modules and not self._running():
             self._end_reads()
 
     def _running(self) -> list[ShardedUnit]:
@@ -168,59 +170,59 @@ class UnitHooks:
     def _read(self, record: ParameterRecord, func: Any) -> EndRead | None:
         """Gather the unit of a released parameter for an operation. See [Note: stray reads]."""
         running = self._running()
-        if not (running or self._entered or self._phase is Phase.BACKWARD):
+        if not (running or self._open_modules or self._phase is Phase.BACKWARD):
             raise record.no_values_error(func)
         unit = self.units.values[record].units[0]
-        stays = self.units.have_room_for_stray(unit)
+        fits = self.units.have_room_for_stray(unit)
         # The backward of one operation may need all of its units at once.
-        unit.called_within.update(running, self._reading)
+        unit.called_within.update(running, self._gathered_for_read)
         self.units.unshard(unit)
-        if not stays:
-            self._reading.append(unit)
+        if not fits:
+            self._gathered_for_read.append(unit)
             return partial(self._end_read, unit)
-        self._stay(unit)
+        self._keep_gathered(unit)
         return None
 
-    def _stay(self, unit: ShardedUnit) -> None:
-        if unit.read is StrayRead.NO:
-            unit.read = StrayRead.BEFORE if self._phase is Phase.BACKWARD else StrayRead.NOW
+    def _keep_gathered(self, unit: ShardedUnit) -> None:
+        if unit.stray_read is StrayRead.NONE:
+            unit.stray_read = StrayRead.FOR_BACKWARD if self._phase is Phase.BACKWARD else StrayRead.IN_FORWARD
 
     def _end_read(self, unit: ShardedUnit, output: Any) -> None:
-        """Release a unit gathered for one operation, whose backward gathers it again."""
-        self._reading.remove(unit)
+        """Release a unit that was gathered for one operation, whose backward gathers it again."""
+        self._gathered_for_read.remove(unit)
         memory = {record.full.untyped_storage()._cdata for record in unit.records}
         if any(
             tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory
             for tensor in tensors_in(output)
         ):
-            self._stay(unit)
+            self._keep_gathered(unit)
             return
         self._watch(unit, output, {})
         self.units.reshard(unit)
 
-    def _watch(self, unit: ShardedUnit, output: Any, given: _Given) -> bool:
+    def _watch(self, unit: ShardedUnit, output: Any, inputs: _Inputs) -> bool:
         """Gather the unit before the backward of these outputs; return False if they have no tensor.
 
-        A tensor that the module was `given` and returns, like the position bias in T5's blocks, is another unit's
-        output: its gradient arrives after this unit's nodes have run.
+        A tensor that the module returns and that is among its `inputs`, like the position bias in T5's blocks, is another
+        unit's output: its gradient arrives after this unit's nodes have run.
         """
-        found = False
+        has_tensors = False
         for tensor in tensors_in(output):
-            if given.get(id(tensor), _NOT_GIVEN) is tensor.grad_fn:
+            if inputs.get(id(tensor), _NOT_AN_INPUT) is tensor.grad_fn:
                 continue
-            found = True
+            has_tensors = True
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, unit))  # type: ignore[no-untyped-call]
-        return found
+        return has_tensors
 
     def _before_backward(self, unit: ShardedUnit, gradient: torch.Tensor) -> None:
         if not unit.is_in_use:
             self.units.unshard(unit)
         if unit.due is not None:
             return
-        for other in list(self.units.in_use):
-            if other.due is not None and not other.is_stray and not _nested(unit, other):
-                self.units.reshard(other)
+        for earlier in list(self.units.in_use):
+            if earlier.due is not None and not earlier.is_stray and not _nested(unit, earlier):
+                self.units.reshard(earlier)
         self._open(unit)
 
     def _open(self, unit: ShardedUnit) -> None:
@@ -245,17 +247,17 @@ class UnitHooks:
                 if not unit.due:
                     self.units.reshard(unit)
 
-    def end_backward(self, *, more: bool = False) -> None:
-        """Release all units (called by the engine on all ranks). `more`: the backward that trains follows."""
+    def end_backward(self, *, training_follows: bool = False) -> None:
+        """Release all units (called by the engine on all ranks). With `training_follows`, the backward that trains is next."""
         self._release_all()
-        if not more:
-            self._change_reads({StrayRead.BEFORE: StrayRead.OLD})
+        if not training_follows:
+            self._change_reads({StrayRead.FOR_BACKWARD: StrayRead.AFTER_BACKWARD})
         self.units.end()
 
     def abandon(self) -> None:
         """Release all units after a failed backward (called by the engine)."""
         self._release_all()
-        self._change_reads(dict.fromkeys(StrayRead, StrayRead.NO))
+        self._change_reads(dict.fromkeys(StrayRead, StrayRead.NONE))
         self.units.end(failed=True)
 
     def _release_all(self) -> None:
@@ -265,7 +267,7 @@ class UnitHooks:
         self.units.fill_own_memory(fill=False)
 
     def remove(self) -> None:
-        """Remove the hooks from the modules, and end gathers ahead of use."""
+        """Remove the hooks from the modules, and drop pending gathers."""
         self.units.close()
         for record in self.units.values:
             record.on_read = record.gather_for_copy = None
@@ -274,8 +276,8 @@ class UnitHooks:
 
 
 def _nested(unit: ShardedUnit, other: ShardedUnit) -> bool:
-    """Return whether one of the units is nested in the other, or was called in it: the hook of one then does not imply that
-    the nodes of the other have run. If both have one output, the hook of the inner one runs first."""
+    """Return whether one of the units is nested in the other, or was called in it: then the hook of one does not imply that
+    the nodes of the other have run. If they share an output, the inner unit's hook runs first."""
     if other in unit.called_within or unit in other.called_within:
         return True
     return unit.unit.modules[0] in other.inner or other.unit.modules[0] in unit.inner
@@ -304,7 +306,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
 
 
 class ModuleHook:
-    """A hook of a module; in copies and pickles of the module it does nothing."""
+    """A hook of a module; copies and pickles of the module have a hook that does nothing in its place."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -314,8 +316,8 @@ class ModuleHook:
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleHook, (_nothing,)
+        return ModuleHook, (_no_op,)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _no_op(*args: Any, **kwargs: Any) -> None:
     """Do nothing."""

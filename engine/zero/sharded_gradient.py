@@ -3,8 +3,8 @@
 [Note: gradients between backward and step]
 Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None.
 If a rank has all of the mean over ranks in the parameter's own type, without a loss scale, `.grad` is that tensor: the
-step uses the tensor that a training loop reads and writes there, and does not update a parameter whose `.grad` it sets to
-None. The last backward of a step averages over ranks; before it, ranks do not hold the mean.
+step uses the tensor that a training loop reads and writes there, and does not update a parameter whose `.grad` the loop has
+set to None. The last backward of a step averages over ranks; before it, ranks do not have the mean.
 
 Otherwise `.grad` is a `ShardedGradient`, which has the parameter's shape, type and device, and no memory. Its 2-norm is the
 whole mean gradient's, unscaled, and multiplying it in place by a number scales that gradient, so that
@@ -27,11 +27,11 @@ from ..params.record import ParameterRecord
 _aten: Any = torch.ops.aten
 
 
-class GradientActs(Protocol):
-    """The services of a run for `ShardedGradient`."""
+class GradientOwner(Protocol):
+    """Carries out the operations that `ShardedGradient` allows."""
 
     def gradient_norm(self, record: ParameterRecord) -> float:
-        """Return the 2-norm of a parameter's gradient, as the step takes it (all ranks)."""
+        """Return the 2-norm of a parameter's gradient, as the step will use it (all ranks)."""
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
         """Multiply a parameter's gradient by `factor` (all ranks)."""
@@ -41,15 +41,15 @@ class ShardedGradient(torch.Tensor):
     """A gradient without memory. See [Note: gradients between backward and step]."""
 
     record: ParameterRecord
-    acts: GradientActs
+    owner: GradientOwner
 
     @staticmethod
-    def of(record: ParameterRecord, acts: GradientActs) -> ShardedGradient:
+    def of(record: ParameterRecord, owner: GradientOwner) -> ShardedGradient:
         """Return the placeholder of a parameter's gradient."""
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             ShardedGradient, record.shape, dtype=record.dtype, device=record.full.device
         )
-        made.record, made.acts = record, acts
+        made.record, made.owner = record, owner
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -58,24 +58,24 @@ class ShardedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation that a gradient without memory allows. Raises UsageError for all others."""
-        act = _ACTS.get(func)
-        found = None if act is None else act(*args, **(kwargs or {}))
-        if found is None:
+        """Run an operation that a gradient without memory allows. Raises UsageError for any other."""
+        handler = _HANDLERS.get(func)
+        result = None if handler is None else handler(*args, **(kwargs or {}))
+        if result is None:
             raise UsageError(_refusal(func, args))
-        return None if func is _aten._foreach_zero_.default else found  # which has no result in its schema
+        return None if func is _aten._foreach_zero_.default else result  # which has no result in its schema
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient({self.record.name!r}, shape={tuple(self.shape)})"
 
 
 def _refusal(func: Any, args: Sequence[Any]) -> str:
-    flat = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
-    name = next((repr(one.record.name) for one in flat if isinstance(one, ShardedGradient)), "NAME")
+    flat = [value for arg in args for value in (arg if isinstance(arg, list | tuple) else [arg])]
+    name = next((repr(value.record.name) for value in flat if isinstance(value, ShardedGradient)), "NAME")
     return (
         f"{func} on the gradient of parameter {name}: this rank does not have it as one tensor of the parameter's type, so "
-        "that .grad gives its 2-norm and takes factors (as torch.nn.utils.clip_grad_norm_ does) and nothing else. Read it "
-        f"by engine.get_gradient({name}) on all ranks; to change it, change the loss, or train at stage 0 without offload in "
+        ".grad gives only its 2-norm, and can only be multiplied by a number (as torch.nn.utils.clip_grad_norm_ does). Read it "
+        f"with engine.get_gradient({name}) on all ranks; to change it, change the loss, or train at stage 0 without offload in "
         "fp32"
     )
 
@@ -83,7 +83,7 @@ def _refusal(func: Any, args: Sequence[Any]) -> str:
 def _norm(gradient: Any, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     if order not in (None, 2) or dims is not None or keepdim:
         return None
-    norm = gradient.acts.gradient_norm(gradient.record)
+    norm = gradient.owner.gradient_norm(gradient.record)
     return torch.tensor(norm, dtype=dtype or torch.float32, device=gradient.device)
 
 
@@ -92,7 +92,7 @@ def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
 
 
 def _factor(gradient: Any, factor: Any) -> float | None:
-    """Return a factor as a number; None if it is not one, or is no factor of a gradient without memory."""
+    """Return a factor of a gradient without memory as a number; None for any other operand."""
     if not isinstance(gradient, ShardedGradient) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         return None
     return float(factor)
@@ -102,7 +102,7 @@ def _mul(gradient: Any, factor: Any) -> Any:
     number = _factor(gradient, factor)
     if number is None:
         return None
-    gradient.acts.scale_gradient(gradient.record, number)
+    gradient.owner.scale_gradient(gradient.record, number)
     return gradient
 
 
@@ -112,7 +112,7 @@ def _div(gradient: Any, divisor: Any) -> Any:
 
 
 def _zero(gradient: Any) -> Any:
-    gradient.record.parameter.grad = None  # as zero_grad() does with set_to_none, which the engine sees
+    gradient.record.parameter.grad = None  # as zero_grad(set_to_none=True) does; the engine detects that
     return gradient
 
 
@@ -122,7 +122,7 @@ def _each(gradients: Sequence[Any], factors: Any) -> Any:
     return None if None in numbers else list(map(_mul, gradients, numbers))
 
 
-_ACTS: Mapping[Any, Callable[..., Any]] = {
+_HANDLERS: Mapping[Any, Callable[..., Any]] = {
     _aten.detach.default: lambda gradient: gradient,
     _aten.linalg_vector_norm.default: _norm,
     _aten._foreach_norm.Scalar: _norms,
@@ -136,4 +136,4 @@ _ACTS: Mapping[Any, Callable[..., Any]] = {
     _aten._foreach_mul_.ScalarList: _each,
     _aten._foreach_mul_.Tensor: _each,
 }
-"""Handlers by operation; if one returns None, the operation is not allowed in this form."""
+"""Handlers by operation; if a handler returns None, the operation is not allowed with these arguments."""

@@ -1,8 +1,8 @@
 """Gradients that wait for the update on disk, if the host budget cannot hold them.
 
-One thread writes them during the backward, with a bound on pending bytes. It reads a gradient again to which more is added,
-adds to it and writes it again, and sums the squares while the rows are in memory. An array has the planned type;
-if a step turns out to accumulate in a wider one, a wider array takes its place for good.
+One thread writes them during the backward, with a bound on pending bytes. To accumulate, it reads a gradient, adds to it
+and writes it again; it sums the squares while the rows are in memory. An array has the planned type; if a step turns out to
+accumulate in a wider one, a wider array replaces it for good.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_PENDING_BYTES = 64 * 1024 * 1024
 
 
 class GradientSpill:
-    """Rows of the records in `arrays`, each in its array of the store; a wider array replaces it there. Used from one
+    """Rows of gradients on disk. `arrays` has the array of each record; a wider one replaces it there. Used from one
     thread."""
 
     def __init__(self, store: Store, arrays: MutableMapping[ParameterRecord, str], transfers: Transfers) -> None:
@@ -42,7 +42,7 @@ class GradientSpill:
         self._squares: dict[ParameterRecord, float | SumOfSquares] = {}
         """The sum of squares of each written gradient."""
         self.lost: Exception | None = None
-        """Why a gradient of this step is not on disk, if that was detected within `keeping_error`."""
+        """The error because of which a gradient of this step is not on disk, if it was raised within `keeping_error`."""
 
     def __contains__(self, record: ParameterRecord) -> bool:
         return record in self._arrays
@@ -50,14 +50,14 @@ class GradientSpill:
     def add(
         self, record: ParameterRecord, rows: torch.Tensor, total: torch.dtype, squares: SumOfSquares | None = None
     ) -> None:
-        """Keep `rows`, 1-D, added to the rows of this step so far, rounded to `total`; they belong to this from now on.
+        """Add `rows`, 1-D, to the rows of this step, rounded to `total`; takes ownership of them.
 
         `squares` is their sum of squares, if it has been started. May raise the error of an earlier write.
         """
         adds = record in self._present
         dtype = total if adds or is_narrower(total, rows.dtype) else rows.dtype
         on_host = self._transfers.streams.is_host(rows)
-        former = self._widen(record, dtype, on_host=on_host)
+        previous_rows = self._widen(record, dtype, on_host=on_host)
         self._present.add(record)
         nbytes = rows.nbytes
         while self._pending and sum(size for _, size in self._pending) + nbytes > _MAX_PENDING_BYTES:
@@ -66,26 +66,25 @@ class GradientSpill:
 
         def write() -> None:
             with context(), one_thread():
-                held = self._read(record, on_host=on_host) if adds and former is None else former
-                values = rows.to(dtype) if held is None else held.to(dtype).add_(rows)
+                stored = self._read(record, on_host=on_host) if adds and previous_rows is None else previous_rows
+                values = rows.to(dtype) if stored is None else stored.to(dtype).add_(rows)
                 self._write(self._arrays[record], values)
-                begun = None if adds else squares
-                self._squares[record] = begun or sums_of_squares([values])[0]
+                self._squares[record] = (None if adds else squares) or sums_of_squares([values])[0]
 
         self._pending.append((self._workers.submit(write), nbytes))
 
     def _widen(self, record: ParameterRecord, dtype: torch.dtype, *, on_host: bool) -> torch.Tensor | None:
-        """Ensure that the array of a parameter can hold values of `dtype`. Returns the rows of this step so far, if
-        they were in a narrower one."""
-        former = self._store.spec(self._arrays[record])
-        if not is_narrower(getattr(torch, former.dtype), dtype):
+        """Ensure that the array of a parameter can hold values of `dtype`. Returns the rows of this step if they were in a
+        narrower array."""
+        narrower = self._store.spec(self._arrays[record])
+        if not is_narrower(getattr(torch, narrower.dtype), dtype):
             return None
         self.drain()
         rows = self._read(record, on_host=on_host) if record in self._present else None
         wider = record.spec(f"gradient_{dtype_name(dtype)}", dtype)
         self._store.create(wider, grid=record.state_grid, shard=record.state_shard, tier="disk")
         self._arrays[record] = wider.name
-        self._store.remove(former.name)
+        self._store.remove(narrower.name)
         return rows
 
     def _write(self, name: str, rows: torch.Tensor) -> None:
@@ -113,7 +112,7 @@ class GradientSpill:
 
     @contextmanager
     def keeping_error(self) -> Iterator[None]:
-        """Keep an error within the block in `lost`: in a backward only this rank has it, and the others continue."""
+        """Store an error of the block in `lost`: in a backward only this rank has it, and the others continue."""
         try:
             yield
         except Exception as error:
@@ -121,7 +120,7 @@ class GradientSpill:
             self.lost = self.lost or error
 
     def finish(self) -> Exception | None:
-        """Wait until everything is on disk; return why a gradient of this step is not."""
+        """Wait until everything is on disk; return the error because of which a gradient of this step is not."""
         with self.keeping_error():
             self.drain()
         return self.lost
@@ -132,14 +131,14 @@ class GradientSpill:
         return found.value() if isinstance(found, SumOfSquares) else found
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return a copy of the rows of this step, 1-D; None without any."""
+        """Return a copy of the rows of this step, 1-D; None if there are none."""
         if record not in self._present:
             return None
         self.drain()
         return self._read(record, on_host=False)
 
     def drop(self) -> None:
-        """Forget this step's gradients; errors of their writes with them."""
+        """Forget this step's gradients, and errors of their writes."""
         while self._pending:
             self._pending.popleft()[0].error()
         self.lost = None

@@ -40,13 +40,13 @@ class UnitStatistics:
     taken: int = 0
     """Times that a unit was needed."""
     gathered_ahead: int = 0
-    """Of these, the gather had already been started."""
+    """How many of these found their gather already started."""
     kept: int = 0
-    """Of these, without a gather, since the unit was still gathered."""
+    """How many needed no gather, since the unit was still gathered."""
     on_demand: int = 0
-    """Of these, the gather was started on demand."""
+    """How many started their gather on demand."""
     dropped: int = 0
-    """Units gathered ahead and not used: the order changed, or the iteration ended."""
+    """Prefetched units that were not used: the order changed, or the iteration ended."""
     orders: int = 0
     """Execution orders recorded."""
     overlapped: int = 0
@@ -62,48 +62,48 @@ class UnitState(Enum):
 
     RELEASED = "released"
     """Not gathered, except for parameters shared with another unit."""
-    AHEAD = "ahead"
-    """A gather for its next use was started, and may be complete."""
+    PREFETCHED = "prefetched"
+    """A gather for its next use has been started, and may be complete."""
     IN_USE = "in use"
     """Between `unshard` and `reshard`."""
-    IN_USE_AND_AHEAD = "in use and ahead"
-    """In use, and needed for its next use, so it is not released in between."""
+    IN_USE_AND_PREFETCHED = "in use and prefetched"
+    """In use, and due for its next use, so it is not released in between."""
     KEPT = "kept"
     """Not in use, and gathered until its next use."""
 
 
-_COUNTED = {UnitState.AHEAD: "gathered_ahead", UnitState.KEPT: "kept", UnitState.RELEASED: "on_demand"}
+_COUNTED = {UnitState.PREFETCHED: "gathered_ahead", UnitState.KEPT: "kept", UnitState.RELEASED: "on_demand"}
 """Counter to increment for a use, by the unit's previous state."""
 
 
 class StrayRead(Enum):
     """Whether a parameter of a unit was read while the unit was released. See [Note: stray reads]."""
 
-    NO = "no"
-    NOW = "now"
+    NONE = "none"
+    IN_FORWARD = "in forward"
     """In the current forward, at whose end the unit is released."""
-    BEFORE = "before"
+    FOR_BACKWARD = "for backward"
     """In a forward whose backward is pending, or in a backward: the whole backward needs the unit."""
-    OLD = "old"
-    """As BEFORE, and the backward is over: a second one needs it again, but not the next training forward."""
+    AFTER_BACKWARD = "after backward"
+    """As FOR_BACKWARD, but that backward is over: a second one would need the unit, the next training forward does not."""
 
 
 @dataclass(eq=False)
 class ShardedUnit:
-    """A unit, its state, and the hooks' records of it."""
+    """A unit, the state of its gathered values, and what the hooks know about its use."""
 
     unit: Unit
     number: int
     state: UnitState = UnitState.RELEASED
     fetch: Fetch | None = None
-    """The gather started ahead of use."""
+    """The pending gather for its next use."""
     holder: nn.Module | None = None
-    """Module whose forward hook releases it; None: it is released otherwise."""
+    """Module whose forward hook releases it; None: another hook does."""
     called_within: set[ShardedUnit] = field(default_factory=set)
     """Units in whose forwards its module was called."""
     due: set[ParameterRecord] | None = None
-    """In a backward: its parameters whose gradients are missing."""
-    read: StrayRead = StrayRead.NO
+    """In a backward: its parameters whose gradients have not arrived."""
+    stray_read: StrayRead = StrayRead.NONE
 
     def __post_init__(self) -> None:
         self.records = tuple(record for record in self.unit.parameters if record.residency is not Residency.RESIDENT)
@@ -119,12 +119,12 @@ class ShardedUnit:
     @property
     def is_in_use(self) -> bool:
         """Whether its parameters are materialized."""
-        return self.state in (UnitState.IN_USE, UnitState.IN_USE_AND_AHEAD)
+        return self.state in (UnitState.IN_USE, UnitState.IN_USE_AND_PREFETCHED)
 
     @property
     def is_stray(self) -> bool:
         """Whether it is needed for an entire backward."""
-        return self.read in (StrayRead.BEFORE, StrayRead.OLD)
+        return self.stray_read in (StrayRead.FOR_BACKWARD, StrayRead.AFTER_BACKWARD)
 
 
 @dataclass(eq=False)
@@ -134,17 +134,17 @@ class GatheredValues:
     units: list[ShardedUnit] = field(default_factory=list)
     callers: int = 0
     """Number of callers that use them. See [Note: values for a caller]."""
-    own: torch.Tensor | None = field(default=None, repr=False)
+    own_memory: torch.Tensor | None = field(default=None, repr=False)
     """The parameter's own memory, while a caller's memory holds the values."""
     is_gathered: bool = False
     fetch: Fetch | None = None
-    """The pending gather of them."""
+    """The pending gather that fills them."""
     stuck: Fetch | None = None
-    """A gather that never completes, so that the memory that it writes to must not be freed."""
+    """A gather that may never complete: the memory that it writes to must not be freed."""
 
 
 class ShardedUnits:
-    """Manages the gathered memory of all units; initially none is gathered."""
+    """Manages the gathered memory of all units; at first no unit is gathered."""
 
     def __init__(
         self,
@@ -198,11 +198,11 @@ class ShardedUnits:
         """End the iteration; agree on its order if it is new (all ranks, unless it `failed`)."""
         kind, self._kind = self._kind, None
         uses = self._recorder.end()
-        self.forget()
+        self.release_idle()
         self._wait_for_reads()
         if failed:
             return
-        self.fetcher.check_arrived()
+        self.fetcher.check_all()
         if kind is not None and uses:
             self._schedules[kind] = make_schedule(self._agreed(uses), [unit.numel for unit in self.all], self._limits)
             self._counts["orders"] += 1
@@ -211,17 +211,17 @@ class ShardedUnits:
         """Return rank 0's uses: ranks may end a use at different points. Raises UsageError if the order differs."""
         all_uses = self._world.all_gather_object([[use.unit, use.last] for use in uses])
         orders = [[unit for unit, _ in rank_uses] for rank_uses in all_uses]
-        odd = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
-        if odd is not None:
+        differing = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
+        if differing is not None:
             raise UsageError(
-                f"rank {odd} ran different modules from rank 0, or in a different order: every rank must run the same modules "
+                f"rank {differing} ran different modules from rank 0, or in a different order: every rank must run the same modules "
                 "in the same order where parameters are sharded"
             )
         return [Use(unit, last) for unit, last in all_uses[0]]
 
-    def values_change(self, *, by_step: bool = False) -> None:
-        """Release values about to change: all, or `by_step` only those of trained parameters (all ranks)."""
-        self.forget()
+    def invalidate(self, *, by_step: bool = False) -> None:
+        """Release values that are about to change: all, or with `by_step` those of trained parameters (all ranks)."""
+        self.release_idle()
         self._wait_for_reads()
         replica = self.fetcher.replica
         if replica is not None and by_step:
@@ -230,13 +230,13 @@ class ShardedUnits:
             replica.free()
 
     def _wait_for_reads(self) -> None:
-        """Wait until no fetch reads memory of the store. Every fetch was finished or dropped before."""
+        """Wait until no fetch reads the store's memory; every fetch has been finished or dropped before."""
         last, self.fetcher.last_copy = self.fetcher.last_copy, None
         if last is not None:
             last.wait()
 
-    def forget(self) -> None:
-        """Release units that are kept or gathered ahead."""
+    def release_idle(self) -> None:
+        """Release units that are kept or prefetched."""
         for unit in self.all:
             if unit.fetch is not None:
                 self._drop(unit)
@@ -251,8 +251,8 @@ class ShardedUnits:
         with labelled("unshard", unit.unit.name):
             number = self._recorder.begin_use(unit.number)
             follows = self._recorder.follows
-            before = unit.state
-            if before is UnitState.RELEASED:
+            previous = unit.state
+            if previous is UnitState.RELEASED:
                 self._start(unit, ahead=False)
                 self._send(unit)
             if follows:
@@ -264,11 +264,11 @@ class ShardedUnits:
                 if record.residency is Residency.RELEASED:
                     record.use_full()
             self._counts["taken"] += 1
-            self._counts[_COUNTED[before]] += 1
+            self._counts[_COUNTED[previous]] += 1
             if follows:
                 self._send_slot(number + 1)
             else:
-                self.forget()
+                self.release_idle()
 
     def reshard(self, unit: ShardedUnit) -> None:
         """End a use of the unit: release it, or keep it if it is used again soon."""
@@ -276,20 +276,20 @@ class ShardedUnits:
             self.in_use.remove(unit)
             unit.holder = unit.due = None
             keeps = self._recorder.end_use(unit.number)
-            if unit.state is UnitState.IN_USE_AND_AHEAD:
-                unit.state = UnitState.AHEAD
+            if unit.state is UnitState.IN_USE_AND_PREFETCHED:
+                unit.state = UnitState.PREFETCHED
             else:
                 unit.state = UnitState.KEPT if keeps else UnitState.RELEASED
             self._release_unused(unit.records)
 
     def _release_unused(self, records: Iterable[ParameterRecord]) -> None:
-        """Hide values not needed by a unit in use or a caller, and free those not kept by any unit."""
+        """Hide values that no unit in use and no caller needs, and free those that no unit keeps."""
         for record in records:
             values = self.values[record]
             states = [unit.state for unit in values.units]
-            if values.callers or values.stuck or UnitState.IN_USE in states or UnitState.IN_USE_AND_AHEAD in states:
+            if values.callers or values.stuck or UnitState.IN_USE in states or UnitState.IN_USE_AND_PREFETCHED in states:
                 continue
-            if UnitState.AHEAD in states or UnitState.KEPT in states:
+            if UnitState.PREFETCHED in states or UnitState.KEPT in states:
                 if values.is_gathered:
                     record.use_placeholder()
             else:
@@ -299,27 +299,27 @@ class ShardedUnits:
 
     def have_room_for_stray(self, unit: ShardedUnit) -> bool:
         """Return whether a unit may stay gathered until the backward ends, with room for any other unit."""
-        strays = sum(other.numel for other in self.all if other.read is not StrayRead.NO and other is not unit)
-        return strays + unit.numel + max(other.numel for other in self.all) <= self._limits.live_numel
+        strays = sum(each.numel for each in self.all if each.stray_read is not StrayRead.NONE and each is not unit)
+        return strays + unit.numel + max(each.numel for each in self.all) <= self._limits.live_numel
 
     def gather(self, records: Sequence[ParameterRecord], fill: Fill) -> None:
         """Materialize parameters until `ungather`; `fill` gathers the released ones (all ranks)."""
-        self.forget()
+        self.release_idle()
         sharded = [record for record in records if record.residency is not Residency.RESIDENT]
         missing = [record for record in sharded if record.residency is Residency.RELEASED]
-        own = {record: record.full for record in missing}
+        own_memory = {record: record.full for record in missing}
         try:
             for record in missing:
                 record.full = record.new_full()
             fill(missing)
         except BaseException:
             for record in missing:
-                record.full = own[record]
+                record.full = own_memory[record]
                 record.release()
             raise
         for record in missing:
             record.use_full()
-            self.values[record].own, self.values[record].is_gathered = own[record], True
+            self.values[record].own_memory, self.values[record].is_gathered = own_memory[record], True
             self._live_numel += record.numel
         for record in sharded:
             self.values[record].callers += 1
@@ -331,8 +331,8 @@ class ShardedUnits:
                 continue
             values = self.values[record]
             values.callers -= 1
-            if values.callers == 0 and values.own is not None:
-                gathered, record.full, values.own = record.full, values.own, None
+            if values.callers == 0 and values.own_memory is not None:
+                gathered, record.full, values.own_memory = record.full, values.own_memory, None
                 if values.stuck is None and all(unit.state is UnitState.RELEASED for unit in values.units):
                     record.release()
                 else:
@@ -343,13 +343,13 @@ class ShardedUnits:
             self._release_unused([record])
 
     def fill_own_memory(self, *, fill: bool = True) -> None:
-        """Fill the own memory of parameters that callers gathered, for graphs that saved it; `fill=False` frees it."""
+        """Fill the own memory of parameters that callers have gathered, for graphs that saved it; `fill=False` frees it."""
         for record, values in self.values.items():
-            if values.own is not None and not record.is_in_place:
-                own = values.own
-                own.untyped_storage().resize_(own.numel() * own.element_size() if fill else 0)
+            if values.own_memory is not None and not record.is_in_place:
+                memory = values.own_memory
+                memory.untyped_storage().resize_(memory.numel() * memory.element_size() if fill else 0)
                 if fill:
-                    own.copy_(record.full)
+                    memory.copy_(record.full)
 
     def _slot(self, slot: int) -> list[ShardedUnit]:
         schedule = self._schedules[self._kind or ""]
@@ -358,9 +358,9 @@ class ShardedUnits:
         return [self.all[schedule.units[number]] for number in schedule.start[slot]]
 
     def _read_slots(self, slot: int) -> None:
-        """Start to read the rows of this slot's gathers; on several ranks also the next slot's, for `_send_slot`."""
+        """Start reading the rows of this slot's gathers; on several ranks also the next slot's, for `_send_slot`."""
         slots = [slot] if self._world.world_size == 1 else [slot, slot + 1]
-        for unit in [unit for each in slots for unit in self._slot(each)]:
+        for unit in [unit for number in slots for unit in self._slot(number)]:
             if unit.fetch is None and unit.state is not UnitState.KEPT:
                 self._start(unit, ahead=True)
 
@@ -375,9 +375,9 @@ class ShardedUnits:
 
     def _start(self, unit: ShardedUnit, *, ahead: bool) -> None:
         values = self.values
-        missing = [one for one in unit.records if not values[one].is_gathered and values[one].fetch is None]
+        missing = [r for r in unit.records if not values[r].is_gathered and values[r].fetch is None]
         # Before the memory is allocated: a failed start leaves a unit that can be dropped.
-        unit.state = UnitState.IN_USE_AND_AHEAD if unit.is_in_use else UnitState.AHEAD
+        unit.state = UnitState.IN_USE_AND_PREFETCHED if unit.is_in_use else UnitState.PREFETCHED
         unit.fetch = Fetch(unit.unit.name, unit.number, missing)
         self._live_numel += sum(record.numel for record in missing)
         self._live_peak_numel = max(self._live_peak_numel, self._live_numel)
@@ -396,8 +396,8 @@ class ShardedUnits:
             if fetch is None:
                 continue
             self.fetcher.finish(fetch, expected=self._recorder.follows)
-            for one in fetch.records:
-                self.values[one].fetch, self.values[one].is_gathered = None, True
+            for filled in fetch.records:
+                self.values[filled].fetch, self.values[filled].is_gathered = None, True
 
     def _drop(self, unit: ShardedUnit) -> None:
         fetch, unit.fetch = unit.fetch, None
@@ -414,6 +414,6 @@ class ShardedUnits:
 
     def close(self) -> None:
         """Drop all gathers and end the thread."""
-        self.forget()
+        self.release_idle()
         self._wait_for_reads()
         self.fetcher.close()

@@ -64,14 +64,14 @@ class Work:
         kind: Kind,
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._work, self._links, self._kind, self._within = work, links, kind, within
+        self._work, self._links, self._kind, self._in_collective = work, links, kind, within
         self._started: float | None = time.perf_counter()
 
     def wait(self) -> None:
         """Block until it is done; raise its error."""
         if self._work is None:
             return
-        with self._links.waiting(self._kind, "begun earlier"), self._within():
+        with self._links.waiting(self._kind, "begun earlier"), self._in_collective():
             self._work.wait()
         started, self._started = self._started, None
         if started is not None:
@@ -109,7 +109,7 @@ class World:
     None: nothing."""
     received: dict[str, list[Any]] = field(default_factory=dict)
     """The last exchanged messages of all ranks that sent one, by topic: the same on all ranks after the same call."""
-    near_ranks: int | None = None
+    group_peers: int | None = None
     """Of the other ranks, those in this rank's group (see [Note: groups]); None if ranks are in no groups. With groups, bytes
     sent, except for "control", are also counted as `within_group` and `between_groups`."""
 
@@ -145,7 +145,7 @@ class World:
             return self
         if self.world_size != torch_dist.get_world_size():
             raise ValueError("a second process group of some ranks: make_groups() makes another one of each group")
-        with self._within("new_group"):
+        with self._in_collective("new_group"):
             group = torch_dist.new_group()
         self.learn_connections()
         return replace(self, group=group, messages={}, received={})
@@ -250,7 +250,7 @@ class World:
             )
 
     @contextmanager
-    def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
+    def _in_collective(self, collective: str, *, enters: bool = True) -> Iterator[None]:
         """Enter a collective, or wait for an entered one; if it fails, raise the watch's account of it."""
         watch, activity = self.watch, self.watch.activity
         if enters:
@@ -276,9 +276,9 @@ class World:
         longest = int(sizes.max())
         mine = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         mine[: data.numel()] = data
-        everyone = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self.device)
-        self.all_gather(everyone, mine, kind="control")
-        rows = everyone.cpu().view(self.world_size, longest)
+        gathered = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self.device)
+        self.all_gather(gathered, mine, kind="control")
+        rows = gathered.cpu().view(self.world_size, longest)
         return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
@@ -353,26 +353,26 @@ class World:
 
     def _run(self, kind: Kind, sent_bytes: int, collective: Callable[..., Any], target: int | None = None) -> None:
         """Run a collective that the caller waits for; with `target`, one that sends only to this rank."""
-        self._count_reach(kind, sent_bytes, target)
-        with self.links.moving(kind, sent_bytes), self._within(kind, enters=target is None):
+        self._count_by_group(kind, sent_bytes, target)
+        with self.links.moving(kind, sent_bytes), self._in_collective(kind, enters=target is None):
             collective()
 
     def _start(self, kind: Kind, sent_bytes: int, collective: Callable[..., Any] | None) -> Work:
         """Begin a collective; None has nothing to do."""
         if collective is None:
             return Work(None, self.links, kind)
-        self._count_reach(kind, sent_bytes)
+        self._count_by_group(kind, sent_bytes)
         self.links.begin(kind, sent_bytes)
-        with self._within(kind):
+        with self._in_collective(kind):
             work = collective(async_op=True)
-        return Work(work, self.links, kind, partial(self._within, kind, enters=False))
+        return Work(work, self.links, kind, partial(self._in_collective, kind, enters=False))
 
-    def _count_reach(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
+    def _count_by_group(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
         """Count bytes sent to all others equally, or to rank `target`, by whether it is outside this rank's group."""
-        if self.near_ranks is None or self.world_size == 1 or kind == "control":
+        if self.group_peers is None or self.world_size == 1 or kind == "control":
             return
-        size = self.near_ranks + 1
-        near_bytes = sent_bytes * self.near_ranks // (self.world_size - 1)
+        size = self.group_peers + 1
+        near_bytes = sent_bytes * self.group_peers // (self.world_size - 1)
         if target is not None:
             near_bytes = sent_bytes if target // size == self.rank // size else 0
         if near_bytes:
@@ -392,15 +392,15 @@ def make_groups(world: World, size: int) -> tuple[World, World]:
         raise ValueError(f"groups of {size} ranks cannot be made of {world.world_size}")
     if world.group is not None:
         raise ValueError("groups are made of all ranks, on the default process group")
-    world.near_ranks = size - 1
+    world.group_peers = size - 1
     groups = [range(first, first + size) for first in range(0, world.world_size, size)]
-    within = _one_of(groups, world, near_ranks=size - 1)
-    between = _one_of([range(first, world.world_size, size) for first in range(size)], world, near_ranks=0)
+    within = _world_of_group(groups, world, group_peers=size - 1)
+    between = _world_of_group([range(first, world.world_size, size) for first in range(size)], world, group_peers=0)
     world.learn_connections()
     return within, between
 
 
-def _one_of(groups: Sequence[range], world: World, *, near_ranks: int) -> World:
+def _world_of_group(groups: Sequence[range], world: World, *, group_peers: int) -> World:
     """Return the world of this rank's group of `groups`, all of one size; all ranks create them in the same order."""
     size = len(groups[0])
     made = [torch_dist.new_group(list(ranks)) if size > 1 else None for ranks in groups]
@@ -410,7 +410,7 @@ def _one_of(groups: Sequence[range], world: World, *, near_ranks: int) -> World:
         rank=mine.index(world.rank),
         world_size=size,
         group=group,
-        near_ranks=near_ranks,
+        group_peers=group_peers,
         messages={},
         received={},
     )
@@ -421,9 +421,9 @@ def agree_any(world: World, flags: Sequence[bool]) -> list[bool]:
     if world.world_size == 1 or not flags:
         return list(flags)
     mine = on_device(flags, torch.uint8, world.device)
-    everyone = torch.empty(world.world_size * len(flags), dtype=torch.uint8, device=world.device)
-    world.all_gather(everyone, mine, kind="control")
-    return [bool(flag) for flag in everyone.view(world.world_size, -1).amax(dim=0).tolist()]
+    gathered = torch.empty(world.world_size * len(flags), dtype=torch.uint8, device=world.device)
+    world.all_gather(gathered, mine, kind="control")
+    return [bool(flag) for flag in gathered.view(world.world_size, -1).amax(dim=0).tolist()]
 
 
 def cuda_device(local_rank: int) -> torch.device:

@@ -191,7 +191,7 @@ class LocalState:
         kernel = self.kernels[record.group or 0]
         slots = self.arrays.slots_of(record) if record.owned_numel else ()
         groups = [[optimizer_array(slot.name, record.name)] for slot in slots]
-        with self.arrays.passing(groups, "fill") as tiles:
+        with self.arrays.open_pass(groups, "fill") as tiles:
             for tile in tiles:
                 as_torch(tile.views[0]).zero_()
         self.arrays.scalars[record] = kernel.initial()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as torch_dist
 
 from zstore.engine.optim.changes import Changes
-from zstore.engine.optim.kernel import ELEMENT_WISE, StepSettings, TorchKernel, called, kernel_for
+from zstore.engine.optim.kernel import ELEMENT_WISE, StepSettings, TorchKernel, call_closure, kernel_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
@@ -131,7 +131,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
 
         Raises UsageError if an earlier update failed partway, and any error of a drive.
         """
-        loss = called(closure)
+        loss = call_closure(closure)
         self._require_open()
         if self._torn is not None:
             raise UsageError(

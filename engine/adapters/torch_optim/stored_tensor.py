@@ -157,7 +157,7 @@ class StoredTensor(torch.Tensor):
         box = self.box
         flat = torch.empty(math.prod(box.shape))
         if flat.numel():
-            with self.state.passing([[self.array]], "read") as tiles:
+            with self.state.open_pass([[self.array]], "read") as tiles:
                 for tile in tiles:
                     self.state.transfers.copy_into(flat[tile.first : tile.stop], as_torch(tile.views[0]))
         whole = flat.view(box.shape)
@@ -172,7 +172,7 @@ class StoredTensor(torch.Tensor):
         is_whole, flat = self.box.sizes == self.box.shape, values.reshape(-1)
         if not flat.numel():
             return
-        with self.state.passing([[self.array]], "fill" if is_whole else "update") as tiles:
+        with self.state.open_pass([[self.array]], "fill" if is_whole else "update") as tiles:
             for tile in tiles:
                 view = as_torch(tile.views[0])
                 if is_whole:
