@@ -175,7 +175,7 @@ class Restore:
                 training.model.load_state_dict(values, strict=False)
             elif name in plan.whole:
                 tensor.copy_(as_torch(reader.read_array(plan.whole[name])))
-        training.state.refresh_parameters(done=done)
+        training.state.refresh_parameters(skip=done)
         self._note_frozen_files(reader, plan)
         training.restart_accumulation()
         record = _engine_of(reader, plan.options)

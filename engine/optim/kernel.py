@@ -28,18 +28,18 @@ from ..runtime.native import HostKernel, StepTensors
 
 Tensors = Sequence[torch.Tensor]
 Scalars = dict[str, float]
-"""Numbers that an optimizer keeps of a parameter apart from its slots, as the step count or NAdam's product: exact as Python
-numbers."""
+"""Numbers that an optimizer keeps for a parameter besides its slots, such as the step count or NAdam's product: exact as
+Python numbers."""
 
 
 class Lion(torch.optim.Optimizer):
     """Lion (https://arxiv.org/abs/2302.06675, algorithm 2), which keeps one moment:
     `update = sign(beta1 * moment + (1 - beta1) * gradient)`, then
-    `moment = beta2 * moment + (1 - beta2) * gradient`. Weight decay is decoupled: weights lose `lr * weight_decay` of
-    themselves first.
+    `moment = beta2 * moment + (1 - beta2) * gradient`. Weight decay is decoupled: weights are first multiplied by
+    `1 - lr * weight_decay`.
 
-    Each element is updated independently, so it works at every stage and tier. Its rate is usually a third to a tenth
-    of AdamW's.
+    Each element is updated independently, so it works at every stage and tier. Its learning rate is usually a third to a
+    tenth of AdamW's.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 def check_arguments(name: str, *, betas: tuple[float, float], **numbers: float) -> None:
-    """Raise UsageError for a negative number, and for betas that are not from 0 to below 1."""
+    """Raise UsageError for a negative number, or for betas outside of [0, 1)."""
     for argument, value in numbers.items():
         if not value >= 0:
             raise UsageError(f"{name}({argument}={value!r}): expected a number of at least 0")
@@ -97,14 +97,14 @@ ELEMENT_WISE = (SGD, Adagrad, RMSprop, NAdam, Adam, AdamW, Adamax, RAdam, Adadel
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """The settings of one step, fixed when the step is decided: later changes are for the next step."""
+    """The settings of one step, fixed when the step is decided: later changes apply to the next step."""
 
     step: int
-    """Number of the step, from 1; errors name it."""
+    """Number of the step, from 1; for error messages."""
     factor: float
     """Factor of the gradients, applied once, in fp32."""
     factors: Mapping[ParameterRecord, float] = field(default_factory=dict)
-    """Factors of the gradients of some parameters in place of `factor`."""
+    """Factors of the gradients of some parameters, in place of `factor`."""
     groups: Sequence[Mapping[str, Any]]
     """Settings of each parameter group: lr, betas, weight decay and so on."""
 
@@ -116,18 +116,18 @@ class StepSettings:
         factor: float,
         factors: Mapping[ParameterRecord, float] | None = None,
     ) -> StepSettings:
-        """Return a copy of the groups' present settings; their parameters are left out."""
+        """Return a copy of the groups' current settings, without their parameters."""
         copies = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
-        own = {record: float(np.float32(one)) for record, one in (factors or {}).items()}
-        return StepSettings(step=step, factor=float(np.float32(factor)), factors=own, groups=copies)
+        rounded = {record: float(np.float32(value)) for record, value in (factors or {}).items()}
+        return StepSettings(step=step, factor=float(np.float32(factor)), factors=rounded, groups=copies)
 
     def factor_of(self, record: ParameterRecord) -> float:
         """Return the factor of a parameter's gradient, applied once, in fp32."""
         return self.factors.get(record, self.factor)
 
-    def differences(self, now: StepSettings) -> Iterator[tuple[int, str, Any, Any]]:
-        """Yield group, name and both values of the settings that differ `now`."""
-        for number, (before, after) in enumerate(zip(self.groups, now.groups, strict=True)):
+    def differences(self, current: StepSettings) -> Iterator[tuple[int, str, Any, Any]]:
+        """Yield group, name and both values of the settings that differ in `current`."""
+        for number, (before, after) in enumerate(zip(self.groups, current.groups, strict=True)):
             for name, value in before.items():
                 if name in after and _plain(after[name]) != _plain(value):
                     yield number, name, value, after[name]
@@ -144,15 +144,15 @@ def _copy(value: Any) -> Any:
 
 
 class ParameterStep:
-    """One step of one parameter, or of several with the same scalars, tile by tile; `after` are the scalars after it. This one
-    is not taken in tiles: a stepper of whole tensors takes it."""
+    """One step of one parameter, or of several with the same scalars, tile by tile; `after` are the scalars after it. The
+    base class is for steppers of whole tensors, and takes no tiles."""
 
     def __init__(self, after: Scalars) -> None:
         self._after = after
 
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
-        """Update tiles of several parameters of one device in place, 1-D and fp32; each has the same bits as if updated
-        alone, and gradients may be changed too."""
+        """Update tiles of several parameters on one device in place, 1-D and fp32; each gets the same bits as if updated alone.
+        May change the gradients too."""
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
     def scalars(self) -> Scalars:
@@ -167,30 +167,31 @@ class SlotArray:
     name: str
     dtype: torch.dtype = torch.float32
     entry: str = ""
-    """Entry of the class's state that it belongs to."""
+    """Entry of the optimizer class's state that it belongs to."""
     shape: tuple[int, ...] | None = None
-    """Its shape, if that differs from the parameter's: it is then cut over the ranks by its own rows."""
+    """Its shape, if that differs from the parameter's: it is then divided among the ranks by its own rows."""
 
 
 class SlotCodec:
-    """How the slots of a parameter are stored, tile by tile: here unchanged. For other codecs see `rules.codecs`."""
+    """How the slots of a parameter are stored, tile by tile; this one stores them unchanged. See `rules.codecs` for others."""
 
     is_plain = True
-    """Whether that is so."""
+    """Whether slots are stored unchanged."""
 
     def stored(self, slots: Sequence[SlotArray]) -> Sequence[SlotArray]:
-        """Return the stored arrays of a kernel's slots of a parameter, in their order."""
+        """Return the arrays in which a kernel's slots of a parameter are stored, in the same order."""
         return slots
 
     def of(self, name: str, step: int, first: int) -> SlotCodec:
-        """Return the codec of parameter `name` in step number `step`; `first` is the place of this rank's first element in the
+        """Return the codec of parameter `name` in step number `step`; `first` is the index of this rank's first element in the
         whole parameter."""
         return self
 
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
     ) -> None:
-        """Take `step` over a tile whose first element is this rank's number `first`; `views` are of the arrays."""
+        """Take `step` on a tile whose first element is this rank's number `first`; `views` are the tile's parts of the stored
+        arrays."""
         step.tiles([master], [gradient], [views])
 
     def put(self, values: Tensors, views: Tensors, first: int) -> None:
@@ -206,8 +207,8 @@ class Kernel(ABC):
     """Names of its arrays for each parameter."""
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """Return its arrays for a parameter of `shape`, of which this rank owns `numel` elements, in the order of `slots`:
-        by default in fp32, each of the parameter's shape."""
+        """Return its arrays for a parameter of `shape`, of which this rank owns `numel` elements, in the order of `slots`.
+        By default they are in fp32 and have the parameter's shape."""
         return [SlotArray(name, entry=name) for name in self.slots]
 
     @abstractmethod
@@ -216,12 +217,12 @@ class Kernel(ABC):
 
     @abstractmethod
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """Begin a step of a parameter, with the settings that its group has now."""
+        """Begin a step of a parameter, with the current settings of its group."""
 
 
 class FusedAdam(Kernel):
-    """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; without `corrects`, moments are used without
-    bias correction."""
+    """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; with `corrects`, the moments' bias is
+    corrected."""
 
     slots: tuple[str, ...] = ADAM_SLOTS
 
@@ -238,7 +239,7 @@ class FusedAdam(Kernel):
         return {"step": 0.0}
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
-        """Return the scalars of the class's own state, in its types."""
+        """Return the scalars as the optimizer class itself keeps them."""
         return {"step": torch.tensor(scalars["step"])}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
@@ -246,7 +247,7 @@ class FusedAdam(Kernel):
         settings = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
         settings |= {"beta1": float(beta1), "beta2": float(beta2)}
         step = scalars["step"] + 1
-        # After endless steps there is nothing to correct.
+        # After infinitely many steps both corrections are 1.
         return FusedAdamStep(self.decoupled, self._form, settings, step, step if self._corrects else math.inf)
 
 
@@ -265,14 +266,14 @@ class FusedAdamStep(ParameterStep):
         self._counts: dict[torch.device, torch.Tensor] = {}
 
     def one_pass(self, host: HostKernel, tensors: StepTensors, factor: float, num_threads: int) -> None:
-        """Take the step of tensors that `host` takes, casts and factor included; see [Note: the host kernel]."""
+        """Take the step of tensors that `host` supports, including casts and factor; see [Note: the host kernel]."""
         given = {"step": self._counted, "decoupled": self._decoupled, "factor": -factor if self._maximize else factor}
         host.update({**self._settings, **given}, tensors, num_threads)
 
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
         device = masters[0].device
         count = self._counts.get(device)
-        if count is None:  # filled there: a copy from host memory would wait for the device
+        if count is None:  # filled on the device: a copy from host memory would wait for it
             count = self._counts[device] = torch.full((), self._counted, device=device)
         averages, squares, *largest = zip(*slots, strict=True)
         self._kernel(masters, gradients, averages, squares, largest[0] if largest else (), (count,) * len(masters))
@@ -284,40 +285,40 @@ class TorchKernel(Kernel):
     _PROBE_NUMEL = 16
 
     def __init__(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
-        # The step below needs values, which a model that is only planned has not, and neither has a group of none.
+        # The step below needs values, which parameters of a planned model lack; a group may also be empty.
         devices = [parameter.device for parameter in group["params"][:1] if parameter.device.type != "meta"]
         self._proxy = torch.nn.Parameter(torch.zeros(self._PROBE_NUMEL, device=devices[0] if devices else "cpu"))
         accepted = inspect.signature(kind.__init__).parameters
         self._settings = tuple(name for name in group if name in accepted and name != "params")
         self._optimizer = kind([self._proxy], **{name: group[name] for name in self._settings})
-        # The class's state before any step (Adagrad's sum), and the state that a step leaves (everything else).
-        self._made = dict(self._optimizer.state.get(self._proxy, {}))
-        made = {name: value.clone() for name, value in self._made.items() if isinstance(value, torch.Tensor)}
+        # The class's state before any step (Adagrad's sum), and its state after one (everything else).
+        self._initial_state = dict(self._optimizer.state.get(self._proxy, {}))
+        copies = {name: value.clone() for name, value in self._initial_state.items() if isinstance(value, torch.Tensor)}
         self._proxy.grad = torch.zeros_like(self._proxy)
         self._optimizer.step()
-        self._left = {n: v for n, v in self._optimizer.state.get(self._proxy, {}).items() if v is not None}
-        self._made |= made
+        self._step_state = {n: v for n, v in self._optimizer.state.get(self._proxy, {}).items() if v is not None}
+        self._initial_state |= copies
         self._optimizer.state.clear()
         shape = (self._PROBE_NUMEL,)
-        self.slots = tuple(n for n, v in self._left.items() if isinstance(v, torch.Tensor) and v.shape == shape)
-        odd = [n for n, v in self._left.items() if n not in self.slots and torch.as_tensor(v).dim() > 0]
-        if odd:
+        self.slots = tuple(n for n, v in self._step_state.items() if isinstance(v, torch.Tensor) and v.shape == shape)
+        unsupported = [n for n, v in self._step_state.items() if n not in self.slots and torch.as_tensor(v).dim() > 0]
+        if unsupported:
             raise UsageError(
-                f"optimizer {kind.__name__}: its state {odd[0]!r} is neither of the parameter's shape nor a scalar, so it "
-                "cannot be cut into tiles; use an element-wise optimizer"
+                f"optimizer {kind.__name__}: its state {unsupported[0]!r} neither has the parameter's shape nor is a scalar, "
+                "so it cannot be cut into tiles; use an element-wise optimizer"
             )
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
-        """Return the scalars of the class's own state: tensors, or Python numbers of its type."""
+        """Return the scalars as the optimizer class itself keeps them: tensors, or Python numbers of its types."""
         values: dict[str, Any] = {}
-        for name in self._left:
+        for name in self._step_state:
             if name not in self.slots:
-                made = self._made.get(name, 0.0)
-                values[name] = self._typed(name, scalars.get(name, float(made)))
+                initial = self._initial_state.get(name, 0.0)
+                values[name] = self._typed(name, scalars.get(name, float(initial)))
         return values
 
     def initial(self) -> Scalars:
-        """Return zstore's own count of updates: SGD keeps none, and its first step differs."""
+        """Return zstore's own count of updates: SGD has none, and its first step differs."""
         return {"updates": 0.0}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
@@ -325,7 +326,7 @@ class TorchKernel(Kernel):
         return _TorchStep(self, scalars)
 
     def tiles(self, scalars: Scalars, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> Scalars:
-        """Step a proxy over each tile, in one step of the class, which processes tensors on a device together; return
+        """Step a proxy for each tile, in one step of the optimizer class, which processes tensors on a device together; return
         the scalars after it, the same for every tile."""
         group = self._optimizer.param_groups[0]
         group["params"] = [self._proxy, *map(torch.nn.Parameter, masters[1:])]
@@ -342,8 +343,8 @@ class TorchKernel(Kernel):
                 if after[name] is not view:
                     view.copy_(after[name])
         group["params"] = [self._proxy]
-        found = {n: float(v) for n, v in after.items() if n not in self.slots and v is not None}
-        return found | {"updates": scalars["updates"] + 1}
+        numbers = {n: float(v) for n, v in after.items() if n not in self.slots and v is not None}
+        return numbers | {"updates": scalars["updates"] + 1}
 
     def probe(self, scalars: Scalars) -> Scalars:
         """Return the scalars after a step of a parameter that had `scalars` before it."""
@@ -353,9 +354,9 @@ class TorchKernel(Kernel):
     def _state(self, scalars: Scalars, views: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return the state before the step; a first step starts from the class's own initial state."""
         if scalars["updates"] > 0:
-            return {name: views[name] if name in views else self._typed(name, scalars[name]) for name in self._left}
+            return {n: views[n] if n in views else self._typed(n, scalars[n]) for n in self._step_state}
         state: dict[str, Any] = {}
-        for name, value in self._made.items():
+        for name, value in self._initial_state.items():
             if name in views:
                 state[name] = views[name].fill_(value[0])
             else:
@@ -363,8 +364,8 @@ class TorchKernel(Kernel):
         return state
 
     def _typed(self, name: str, value: float) -> Any:
-        """Return a scalar as the class itself keeps it: a tensor of its type, or a Python number of its type."""
-        like = self._left[name]
+        """Return a scalar as the class itself keeps it: a tensor or a Python number of the same type."""
+        like = self._step_state[name]
         return torch.full_like(like, value) if isinstance(like, torch.Tensor) else type(like)(value)
 
 
@@ -379,7 +380,9 @@ class _TorchStep(ParameterStep):
         self._after = self._kernel.tiles(self._before, masters, gradients, slots)
 
     def scalars(self) -> Scalars:
-        if self._after is self._before:  # no tile was stepped yet, or this rank has no rows: every element counts alike
+        if (
+            self._after is self._before
+        ):  # no tile has been stepped, or this rank has no rows: any element gives the same
             self._after = self._kernel.probe(self._before)
         return self._after
 
@@ -394,13 +397,13 @@ def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> F
         raise UsageError(
             f"optimizer {kind.__name__} is not known to update elements independently, but state that is sharded (stages 1 "
             f"to 3) or offloaded is updated in tiles; use one of {names}; Adafactor, Muon, zstore.optim.Lamb or "
-            "MuonWithAdam, whose tensors ranks bring together; or stage 0 without offload, where it steps whole tensors"
+            "MuonWithAdam, whose tensors are gathered for the step; or stage 0 without offload, where it steps whole tensors"
         )
     if kind in (Adam, AdamW):
         decoupled = kind is AdamW or bool(group.get("decoupled_weight_decay", False))
         form = {name: bool(group.get(name)) for name in ("amsgrad", "maximize")}
-        corrects = group.get("bias_correction") is not False  # torch's classes have no such argument; a config does
-        other = group.get("capturable") or group.get("differentiable")
-        if not corrects or (not other and (group.get("fused") or not any(form.values()))):
+        corrects = group.get("bias_correction") is not False  # torch's classes have no such argument, but a config has
+        is_unfused = group.get("capturable") or group.get("differentiable")
+        if not corrects or (not is_unfused and (group.get("fused") or not any(form.values()))):
             return FusedAdam(decoupled, **form, corrects=corrects)
     return TorchKernel(kind, group)

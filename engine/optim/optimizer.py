@@ -21,17 +21,17 @@ from .rules import CLIENT, Groups, classes, rule_of
 
 _RULES = ("loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis", "raise_error_at_min_scale")
 _STATE = {"scale": float, "hysteresis_left": int, "iteration": int, "last_overflow": int}
-"""What changes of a loss scale, and is saved."""
+"""The fields of a loss scale that change, with their types in a checkpoint."""
 
 
 @dataclass(kw_only=True)
 class LossScaler:
-    """Factor of the loss; `update` after every step. `settings` None: the factor is 1 and never changes.
+    """Factor of the loss; call `update` after every step. `settings` None: the factor is 1 and never changes.
 
-    A dynamic scale halves at the `hysteresis`-th overflow, and from then on at every one, until the hysteresis
-    is restored: as the scale doubles, or with `consecutive_hysteresis` by any step without overflow. It doubles at a
-    step without overflow that has a multiple of `loss_scale_window` of them before it since the last overflow. Source of the
-    rules: DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py of 0.19).
+    A dynamic scale halves at the `hysteresis`-th overflow, and from then on at every overflow, until the hysteresis
+    is restored: when the scale doubles, or with `consecutive_hysteresis` by any step without overflow. It doubles at a step
+    without overflow if a multiple of `loss_scale_window` such steps precede it since the last overflow. Source of the rules:
+    DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py of 0.19).
     """
 
     settings: Fp16Section | None
@@ -39,9 +39,9 @@ class LossScaler:
     """Policy for a step whose gradients are not finite."""
     scale: float = 1.0
     hysteresis_left: int = 1
-    """Overflows until the scale halves, that one included."""
+    """Overflows until the scale halves, including the one that halves it."""
     iteration: int = 0
-    """Steps seen, skipped ones too."""
+    """Steps taken, including skipped ones."""
     last_overflow: int = -1
     """Iteration of the last overflow."""
 
@@ -51,8 +51,8 @@ class LossScaler:
             self.hysteresis_left = self.settings.hysteresis
 
     def accepts(self, norm: float, step: int, changed: str) -> bool:
-        """Return whether step number `step` is taken with gradients of this norm, else it is skipped. Raises NonFiniteError by
-        the policy, saying what has been `changed`."""
+        """Return whether step number `step` is taken with gradients of this norm; otherwise it is skipped. By policy, raises
+        NonFiniteError, which says what has been `changed`."""
         if math.isfinite(norm) or self.non_finite == "apply":
             return True
         if self.non_finite == "error":
@@ -64,7 +64,7 @@ class LossScaler:
         return False
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step. Raises NonFiniteError at an overflow with the scale at its minimum, if so set."""
+        """Record a step. Raises NonFiniteError at an overflow with the scale at its minimum, if the config asks for that."""
         settings = self.settings
         if settings is None or settings.loss_scale:
             return
@@ -96,14 +96,13 @@ class LossScaler:
         return {name: getattr(self, name) for name in _STATE}
 
     def rules(self) -> dict[str, Any] | None:
-        """Return the settings of a dynamic scale, for a checkpoint that other software continues from; None if it is
-        constant."""
+        """Return the settings of a dynamic scale, for software that continues from the checkpoint; None if it is constant."""
         if self.settings is None or self.settings.loss_scale:
             return None
         return {name: getattr(self.settings, name) for name in _RULES}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; a fixed scale, or none, stays as configured."""
+        """Continue from a saved state; a constant scale stays as configured."""
         if self.settings is None or self.settings.loss_scale:
             return
         for name, kind in _STATE.items():
@@ -122,7 +121,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(client.param_groups, client.defaults)
         self.kind = type(client)
         """Class whose update is carried out."""
-        for name in ("train", "eval"):  # of schedule-free optimizers, which exchange the weights
+        for name in ("train", "eval"):  # schedule-free optimizers swap the weights in these
             if callable(change := getattr(client, name, None)):
                 setattr(self, name, change)
         self.param_groups = client.param_groups
@@ -155,7 +154,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """Another name of `loss_scale`."""
+        """Alias of `loss_scale`."""
         return self.loss_scale
 
     def set_lr(self, lr: float) -> None:
@@ -168,22 +167,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def note_step(self) -> None:
-        """Let torch's schedulers see that a step was taken, so that they do not warn (the engine's call)."""
+        """Count a step for torch's schedulers, which otherwise warn (called by the engine)."""
         self._in_engine_step = True
         try:
             self.step()
             if not self._client_steps:
-                # No parameter has a gradient now, so this changes nothing; a scheduler on the client's object counts it.
+                # No parameter has a gradient now, so this changes nothing; a scheduler of the client's object counts it.
                 self.client.step()
         finally:
             self._in_engine_step = False
 
 
 class NoOptimizer(ZeroOptimizer):
-    """The optimizer of a frozen engine: it has no groups, and updates nothing."""
+    """The optimizer of a frozen engine: it has no groups and updates nothing."""
 
     def __init__(self, scaler: LossScaler) -> None:
-        # Not torch's `__init__`: it refuses to be without parameters.
+        # Not torch's `__init__`, which raises without parameters.
         self.param_groups, self.defaults, self.state = [], {}, defaultdict(dict)
         self.kind, self.scaler = torch.optim.AdamW, scaler
 

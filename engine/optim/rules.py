@@ -1,14 +1,14 @@
 """Rules: how the parameters of an optimizer's class are updated, over tiles or by a stepper.
 
 [Note: rules]
-A rule names optimizer classes, gives the kernel of each of their parameter groups, and the stepper. Without a stepper
-steps run over tiles. `register` adds further rules, such as the ones in `engine/extras`.
+A rule names optimizer classes and has the kernel for each of their parameter groups, and the stepper. Without a stepper
+steps run over tiles. `register` adds further rules, such as those in `engine/extras`.
 
 [Note: the client's own step]
-An optimizer that is not known to update each element independently cannot run over tiles. If all state is whole on every
-rank's device (stage 0 without offload) its own object takes the step. During it each parameter with a gradient is its fp32
+An optimizer that is not known to update each element independently cannot run over tiles. If every rank's device has all
+state (stage 0 without offload) the client's own object takes the step. Meanwhile each parameter with a gradient is its fp32
 master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast into the parameter's
-memory. The optimizer's state is its own, so that it may have any shape; a checkpoint has it with the client's state, by
+memory. The object keeps its state itself, which may have any shape; a checkpoint stores it with the client's state, by
 parameter name. Every rank takes the same step.
 """
 
@@ -36,21 +36,21 @@ from .kernel import ELEMENT_WISE, Kernel, ParameterStep, Scalars, SlotCodec, ker
 from .state import OptimizerState
 
 STATE_KEY = "zstore.client_optimizer"
-"""Key of a checkpoint's client state with the state that a stepper keeps outside the store."""
+"""Key, in a checkpoint's client state, of the state that a stepper keeps outside the store."""
 Kind = type[torch.optim.Optimizer]
 Groups = list[dict[str, Any]]
 """Groups of parameters with settings, as torch's optimizers take them."""
 
 
 class Stepper(ABC):
-    """Takes the steps of a run (all ranks). The methods about state are called if it `keeps_state`."""
+    """Takes the steps of a run (all ranks). The methods about state are called only if it `keeps_state`."""
 
     keeps_state: ClassVar[bool] = False
     """Whether it keeps state outside the store, saved in a checkpoint with the client's."""
     needs_saved: ClassVar[bool] = False
-    """Whether a load without that state would restart from nothing."""
+    """Whether a load without that state would restart the optimizer."""
     owns_gradients: ClassVar[bool] = False
-    """Whether ranks may keep their own gradients until it exchanges them; `averaged` says which."""
+    """Whether ranks may keep their own gradients until it exchanges them; `averaged` returns the others."""
     name: str
     """Name of the optimizer's class."""
 
@@ -64,7 +64,7 @@ class Stepper(ABC):
         return []
 
     def averaged(self) -> set[ParameterRecord]:
-        """Begin a step, if it `owns_gradients`; return the parameters whose gradients are averaged over the ranks in it."""
+        """Begin a step, if it `owns_gradients`; return the parameters whose gradients the engine averages over the ranks."""
         return set()
 
     def agreed_norm(self, norm: float) -> float:
@@ -72,11 +72,11 @@ class Stepper(ABC):
         return norm
 
     def state(self) -> dict[str, Any]:
-        """Return its state, by parameter name, for rank 0's part of a checkpoint to copy (all ranks)."""
+        """Return its state, by parameter name, for rank 0 to copy into a checkpoint (all ranks)."""
         return {}
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:  # noqa: B027 - most keep nothing
-        """Replace its state by the `state` of a former run, on any number of ranks."""
+        """Replace its state with the `state` of an earlier run, on any number of ranks."""
 
 
 def whole_gradient(
@@ -92,7 +92,7 @@ def whole_gradient(
 
 
 class WholeKernel(Kernel):
-    """Kernel of parameters that the client's own object updates: nothing of its state is in the store."""
+    """Kernel of parameters that the client's own object updates; its state is not in the store."""
 
     def initial(self) -> Scalars:
         return {"updates": 0.0}
@@ -102,7 +102,7 @@ class WholeKernel(Kernel):
 
 
 class ClientStep(Stepper):
-    """The client's optimizer at work. See [Note: the client's own step]."""
+    """Steps the client's optimizer. See [Note: the client's own step]."""
 
     keeps_state = needs_saved = True
 
@@ -116,15 +116,15 @@ class ClientStep(Stepper):
         return list(self._state.scalars)
 
     def run(self, changes: Changes) -> None:
-        mine = [record for record in changes.records if record.numel]
-        groups = [[model_array(record.name)] for record in mine]
-        self._state.change_whole(groups, lambda: self._step(mine, changes))
+        records = [record for record in changes.records if record.numel]
+        groups = [[model_array(record.name)] for record in records]
+        self._state.change_whole(groups, lambda: self._step(records, changes))
 
     def _step(self, records: Sequence[ParameterRecord], changes: Changes) -> None:
         masters = [self._state.whole_master(record) for record in records]
         gradients = [whole_gradient(self._state, changes, *each) for each in zip(records, masters, strict=True)]
         parameters = [record.parameter for record in records]
-        own = [parameter.data for parameter in parameters]
+        values = [parameter.data for parameter in parameters]
         try:
             for parameter, master, gradient in zip(parameters, masters, gradients, strict=True):
                 shape = parameter.shape
@@ -132,29 +132,29 @@ class ClientStep(Stepper):
                 parameter.grad = gradient.view(shape)
             self._client.step()
             for parameter, master in zip(parameters, masters, strict=True):
-                if parameter.data.data_ptr() != master.data_ptr():  # it was replaced, not changed
+                if parameter.data.data_ptr() != master.data_ptr():  # the step replaced it
                     master.copy_(parameter.data.reshape(-1))
         finally:
-            for parameter, values in zip(parameters, own, strict=True):
+            for parameter, data in zip(parameters, values, strict=True):
                 parameter.grad = None
-                parameter.data = values
+                parameter.data = data
         for record, master in zip(records, masters, strict=True):
             if not self._state.is_master(record):
                 self._state.transfers.copy_into(record.owned(), master)
 
     def state(self) -> dict[str, Any]:
-        kept = self._client.state
-        return {r.name: dict(kept[r.parameter]) for r in self._state.scalars if kept.get(r.parameter)}
+        states = self._client.state
+        return {r.name: dict(states[r.parameter]) for r in self._state.scalars if states.get(r.parameter)}
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         for record in self._state.scalars:
-            kept = dict(saved.get(record.name, {}))
-            for name, value in kept.items():
+            state = dict(saved.get(record.name, {}))
+            for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():  # torch's scalars stay in host memory
-                    kept[name] = value.to(record.parameter.device)
+                    state[name] = value.to(record.parameter.device)
             self._client.state.pop(record.parameter, None)
-            if kept:
-                self._client.state[record.parameter] = kept
+            if state:
+                self._client.state[record.parameter] = state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +162,16 @@ class Rule:
     """How optimizers of some classes update. See [Note: rules]."""
 
     kinds: tuple[Kind, ...]
-    """The classes; a config uses their names."""
+    """The classes, which a config names."""
     kernel: Callable[[Kind, Mapping[str, Any]], Kernel]
-    """Gives the kernel of a parameter group with these settings; parameters may be on the meta device."""
+    """Returns the kernel for a parameter group with these settings; parameters may be on the meta device."""
     stepper: Callable[[torch.optim.Optimizer, OptimizerState, World], Stepper] | None = None
-    """Makes the stepper, for all ranks. None: steps run over tiles."""
+    """Creates the stepper (all ranks). None: steps run over tiles."""
     slots: Callable[[Kernel, Sequence[int], int], Slots] = lambda kernel, *_: kernel.slots
     """Returns a kernel's arrays for a parameter of a shape, at a world size, for the plan."""
     make: Callable[[Any, Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None
-    """Makes an optimizer of the class over a model, from groups, which keep the settings that they have, and a config's
-    arguments. None: the class itself does."""
+    """Creates an optimizer of the class for a model, from groups, which keep their settings, and a config's arguments. None:
+    the class itself does."""
 
 
 TILES = Rule(kinds=ELEMENT_WISE, kernel=kernel_for)
@@ -184,7 +184,7 @@ _rules: dict[Kind, Rule] = {}
 
 
 def register(rule: Rule) -> None:
-    """Let engines accept optimizers of the rule's classes; the last registered rule of a class applies."""
+    """Let engines accept optimizers of the rule's classes; the last rule registered for a class applies."""
     _rules.update(dict.fromkeys(rule.kinds, rule))
 
 
@@ -192,9 +192,9 @@ register(TILES)
 
 
 MakeCodec = Callable[[Sequence[Kernel], str], SlotCodec]
-"""Returns the codec of the slots of these kernels, of an optimizer of this name."""
+"""Returns the codec for the slots of these kernels and an optimizer of this name."""
 codecs: dict[str, MakeCodec] = {"fp32": lambda _kernels, _kind: SlotCodec()}
-"""By the type that the config gives moments."""
+"""Codecs by the config's type of moments."""
 
 
 def classes() -> dict[str, Kind]:
@@ -203,14 +203,14 @@ def classes() -> dict[str, Kind]:
 
 
 def rule_of(kind: Kind, *, whole: bool = False) -> Rule:
-    """Return the rule of a class. One without a rule is stepped by its own object if all state is `whole` on every rank's
-    device; else it gets the rule of tiles, whose kernel refuses it."""
+    """Return the rule of a class. An optimizer without a rule takes its own steps if every rank's device has the `whole` state;
+    else it gets the rule of tiles, whose kernel refuses it."""
     return _rules.get(kind, CLIENT if whole else TILES)
 
 
 def check_client(client: torch.optim.Optimizer, config: Config) -> None:
-    """Raise UsageError if the client's own object cannot take the steps: if its step needs a closure, since the engine has run
-    forward and backward by then, or if the config does not let it."""
+    """Raise UsageError if the client's own object cannot take the steps: its step needs a closure, although the engine has run
+    forward and backward before it, or the config does not allow it."""
     closure = inspect.signature(type(client).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(

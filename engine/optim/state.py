@@ -1,7 +1,7 @@
 """Masters and optimizer slots in the store, with stored parameters and gradients.
 
 A checkpoint consists of the `model/` and `optimizer/` arrays. `parameter/` (16-bit rows of offloaded parameters) and
-`gradient/` (rows that wait on disk for the update) are swap: they never leave the run.
+`gradient/` (rows that wait on disk for the update) are swap space: no checkpoint has them.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKerne
 Tiles = Generator[Tile, None, None]
 T = TypeVar("T")
 _MAX_PLANS = 16
-"""Plans kept per parameter, on average: different parameters may have gradients, or be ready together, in every step."""
+"""Maximum number of cached plans per parameter, on average: each step may have gradients of other parameters, or may find
+others ready together."""
 
 
 class InPlace(NamedTuple):
-    """The whole arrays of a parameter, in one memory, that an update does not convert: 1-D, of one length."""
+    """The whole arrays of a parameter that an update changes in place: 1-D, of one length, in one memory."""
 
     names: list[str]
     master: torch.Tensor
     slots: list[torch.Tensor]
-    rest: torch.Tensor | None
-    """The parameter's own rows, if they are stored apart from the master."""
+    separate_rows: torch.Tensor | None
+    """The parameter's own rows, if an array of the store has them separately from the master."""
     casts: bool
     """Whether the master is cast into `ParameterRecord.owned()`."""
 
 
 class OptimizerState:
     """This rank's arrays. `kernels` has one entry per parameter group; `codec` says how slots are stored; `host_ranks` ranks
-    share the cores with the kernel of state in host memory, or with 0 that is torch's."""
+    share the cores for the host kernel (0: state in host memory is updated by torch's kernel)."""
 
     def __init__(
         self,
@@ -60,10 +61,10 @@ class OptimizerState:
         self.store = store
         self.transfers = transfers
         self.is_sharded = is_sharded
-        """Whether each rank holds only its own rows; else every rank holds everything."""
+        """Whether each rank has only its own rows; else every rank has all rows."""
         self.codec = codec or SlotCodec()
         self.host: HostKernel | None = None
-        """The kernel of state in host memory; None: torch's kernel, or no such state."""
+        """The kernel for state in host memory; None: torch's kernel, or there is no such state."""
         self.host_ranks = host_ranks
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
@@ -71,14 +72,15 @@ class OptimizerState:
         self.array_names: dict[ParameterRecord, list[str]] = {}
         """Arrays of each parameter in a checkpoint: the master (or the untrained parameter), and the kernel's slots."""
         self.scalars: dict[ParameterRecord, Scalars] = {}
-        """Step counts and similar scalars of each parameter that the optimizer updates."""
+        """Step counts and similar scalars of each parameter that the optimizer updates, in order."""
         self.spilled: dict[ParameterRecord, str] = {}
-        """Parameters whose gradients wait for the update on disk, and their arrays there."""
+        """Arrays of the gradients that wait for the update on disk, by parameter."""
         self.plans: dict[Any, Any] = {}
         """Cached results of `planned`; cleared when kernels change or memory is taken away."""
         self._layout_generation = 0
         """The store's layout generation that they belong to."""
         self._own_masters: set[ParameterRecord] = set()
+        """Parameters that are their own fp32 masters; tiers and types do not imply it, since `offload_states` moves arrays."""
 
     def gradient_spill(self) -> GradientSpill:
         """Return the access to gradients that wait on disk, each in its array of `spilled`."""
@@ -93,18 +95,18 @@ class OptimizerState:
         types: GradientTypes[torch.dtype] | None = None,
         owns_fp32: bool = False,
     ) -> None:
-        """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
+        """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the highest precision available.
 
-        A gradient that waits on disk has the planned one of `types`. With `owns_fp32` a parameter in fp32 is its own master
-        wherever its slots are.
         Rows that are in the store become its `model/` array if that belongs on their tier; else they are copied from it.
-        The rows of an offloaded parameter are in `record.stored_array` from now on, and it is released.
+        The rows of an offloaded parameter are in `record.stored_array` from now on, and it is released. A gradient that
+        waits on disk has the planned type of `types`. With `owns_fp32` an fp32 parameter is its own master wherever its
+        slots are.
         """
         self.records.append(record)
         slots = self.slots_of(record)
         self.array_names[record] = [model_array(record.name), *(optimizer_array(s.name, record.name) for s in slots)]
         offloaded = placement.parameter != "device"
-        # Fetched rows: only these cross from host memory to the device.
+        # Rows that are fetched: no other arrays are copied from host memory to the device.
         tier: TierName = "pinned" if placement.parameter == "host" else placement.parameter
         own_master = record.dtype == torch.float32 and (offloaded or placement.state == "device" or owns_fp32)
         if record.group is not None and not own_master:
@@ -141,10 +143,9 @@ class OptimizerState:
             self.spilled[record] = self._create(record, "gradient", dtype, "disk")
 
     def use_in_place(self, record: ParameterRecord) -> None:
-        """Let a released parameter be used in place, if this rank has all its rows in memory that the device computes
-        in."""
-        alone = record.world_size == 1 and self.transfers.streams.device_is_host
-        if alone and record.stored_array is not None and self.store.tier(record.stored_array).name == "host":
+        """Let a released parameter be used in place, if this rank has all its rows in memory in which the device computes."""
+        has_all_rows = record.world_size == 1 and self.transfers.streams.device_is_host
+        if has_all_rows and record.stored_array is not None and self.store.tier(record.stored_array).name == "host":
             record.use_in_place(as_torch(self.store.memory(record.stored_array)))
 
     def _create(
@@ -173,11 +174,11 @@ class OptimizerState:
         return spec.name
 
     def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
-        """Return a parameter's arrays other than its master, in the kernel's order; none of a frozen one."""
+        """Return a parameter's arrays other than its master, in the kernel's order; none if it is frozen."""
         return self.codec.stored(self.kernel_slots(record))
 
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
-        """Return the slots that a parameter's kernel works on, in its order; none of a frozen one."""
+        """Return the slots that a parameter's kernel updates, in its order; none if it is frozen."""
         return () if record.group is None else self.kernels[record.group].arrays(record.owned_numel, record.shape)
 
     def state_grid_of(self, record: ParameterRecord, shape: tuple[int, ...]) -> Grid:
@@ -195,17 +196,17 @@ class OptimizerState:
         return record.full if self.is_master(record) else as_torch(self.store.memory(model_array(record.name)))
 
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
-        """Return how an array of the parameter is divided among the ranks."""
+        """Return the partition of an array of the parameter over the ranks."""
         spec = self.store.spec(name)
         return record.grid if spec.shape == record.shape else make_grid(spec.stored_shape, record.world_size)
 
     def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
-        """Return how an array of the parameter is cut in a checkpoint."""
+        """Return the partition of an array of the parameter in a checkpoint."""
         spec = self.store.spec(name)
         return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name))
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
-        """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""
+        """Return the global flat elements `[first, stop)` that this rank has of an array of the parameter."""
         shape = self.store.spec(name).shape
         if shape == record.shape:
             return record.owned_range
@@ -223,10 +224,10 @@ class OptimizerState:
     def open_pass(
         self, groups: Sequence[Sequence[str]], mode: ModeName, *, modes: Mapping[str, ModeName] | None = None
     ) -> Iterator[Tiles]:
-        """Give a pass over groups of arrays for the length of a `with` block, at whose end it is dropped if not complete.
+        """Open a pass over groups of arrays for a `with` block; a pass that is incomplete at its end is dropped.
 
-        Tiles of a disk are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
-        wait for each other, would take the processors from the I/O threads.
+        Tiles from disk are processed by one thread: it outruns the disk, while torch's threads, which spin as they
+        wait for each other, would take processors from the I/O threads.
         """
         tiles = self.store.tiles(groups, mode, modes=modes)
         with one_thread(self.any_on_disk(groups)), closing(tiles):
@@ -237,19 +238,19 @@ class OptimizerState:
         return any(self.store.tier(name).name == "disk" for names in groups for name in names)
 
     def planned(self, key: tuple[Any, ...], make: Callable[[], T], fits: Callable[[T], bool] = lambda _: True) -> T:
-        """Return what `make` made for `key`, once as long as it fits and the store is not rearranged."""
+        """Return the result of `make` for `key`, cached as long as it `fits` and the store is not rearranged."""
         if self._layout_generation != self.store.layout_generation:
             self.plans.clear()
             self._layout_generation = self.store.layout_generation
-        found: T | None = self.plans.get(key)
-        if found is None or not fits(found):
+        plan: T | None = self.plans.get(key)
+        if plan is None or not fits(plan):
             if sum(map(len, self.plans)) > _MAX_PLANS * (len(self.scalars) + _MAX_PLANS):
-                self.plans.clear()  # a plan that is prefetched stays alive
-            found = self.plans[key] = make()
-        return found
+                self.plans.clear()  # the plan of a prefetched update stays alive
+            plan = self.plans[key] = make()
+        return plan
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
-        """Return the arrays of a trained parameter if its kernel takes several parameters at once, as they are in one memory:
+        """Return the arrays of a trained parameter if they are in one memory and its kernel takes several parameters at once:
         torch's fused kernel does so anywhere, its other optimizers on a device."""
         names = list(self.all_arrays(record))
         kernel = self.kernel_of(record)[0]
@@ -259,46 +260,44 @@ class OptimizerState:
         if record in self.spilled or any(self.store.tier(name).name == "disk" for name in names):
             return None
         arrays = [as_torch(self.store.memory(name)) for name in names]
-        if any(self.transfers.link(one, arrays[0]) for one in arrays):
+        if any(self.transfers.link(array, arrays[0]) for array in arrays):
             return None
         if isinstance(kernel, TorchKernel) and self.transfers.streams.is_host(arrays[0]):
             return None
-        rest = arrays.pop() if len(arrays) > len(self.array_names[record]) else None
-        return InPlace(
-            names, arrays[0], arrays[1:], rest, casts=record.stored_array is None and not self.is_master(record)
-        )
+        rows = arrays.pop() if len(arrays) > len(self.array_names[record]) else None
+        casts = record.stored_array is None and not self.is_master(record)
+        return InPlace(names, arrays[0], arrays[1:], rows, casts)
 
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
-        """Call `change` once, when a pass has begun with all of `groups`, so that nothing else reads the changed arrays."""
+        """Call `change` once, in a pass that has begun all of `groups`: nothing else reads the arrays meanwhile."""
         with self.open_pass(groups, "update") as tiles:
             for tile in tiles:
                 if tile.group == len(groups) - 1 and tile.first == 0:
                     change()
 
     def all_arrays(self, record: ParameterRecord) -> Mapping[str, ModeName]:
-        """Return the parameter's `array_names`, and the name of its own rows if they are separate, with their modes in an
-        update."""
+        """Return the parameter's `array_names`, and its array of separate own rows, with their modes in an update."""
         modes: dict[str, ModeName] = dict.fromkeys(self.array_names[record], "update")
         if record.stored_array is not None:
             modes.setdefault(record.stored_array, "fill")
         return modes
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:
-        """Return, by the name of its master's array, each parameter's own rows that are cast from it, of those in the host's
-        memory, which any thread may write to."""
-        rows = {model_array(r.name): r.owned() for r in self._cast_from_masters() if r.stored_array is None}
-        return {name: own for name, own in rows.items() if own.device.type == "cpu"}
+        """Return the parameters' own rows that are cast from masters and are in host memory, where any thread may write to
+        them, by the name of the master's array."""
+        all_rows = {model_array(r.name): r.owned() for r in self._cast_from_masters() if r.stored_array is None}
+        return {name: rows for name, rows in all_rows.items() if rows.device.type == "cpu"}
 
     def _cast_from_masters(self) -> list[ParameterRecord]:
         return [r for r in self.scalars if not self.is_master(r) and r.owned_numel]
 
-    def refresh_parameters(self, done: Container[str] = ()) -> None:
-        """Cast the masters of all parameters, except the arrays `done`, into the parameters' own rows, in memory and
-        in the store (after a load)."""
-        records = [r for r in self._cast_from_masters() if model_array(r.name) not in done]
+    def refresh_parameters(self, skip: Container[str] = ()) -> None:
+        """Cast the masters of all parameters, except the arrays in `skip`, into the parameters' own rows, in memory and in the
+        store (after a load)."""
+        records = [r for r in self._cast_from_masters() if model_array(r.name) not in skip]
         groups = [[model_array(r.name), *([] if r.stored_array is None else [r.stored_array])] for r in records]
-        rests: dict[str, ModeName] = {r.stored_array: "fill" for r in records if r.stored_array is not None}
-        with self.open_pass(groups, "read", modes=rests) as tiles:
+        modes: dict[str, ModeName] = {r.stored_array: "fill" for r in records if r.stored_array is not None}
+        with self.open_pass(groups, "read", modes=modes) as tiles:
             for tile in tiles:
                 record = records[tile.group]
                 rows = (
@@ -307,8 +306,8 @@ class OptimizerState:
                 self.transfers.copy_into(rows, as_torch(tile.views[0]))
 
     def follow_parameters(self, records: Sequence[ParameterRecord]) -> None:
-        """Let masters apart from resident parameters follow what other code wrote to these, each rank its own rows: an element
-        whose bits differ from its master's becomes the master, others keep the digits that the parameter does not have."""
+        """Copy what other code wrote to resident parameters into their separate masters, each rank its own rows: an element
+        that differs from its cast master replaces the master; other masters keep the digits that the parameter lacks."""
         with self.open_pass([[model_array(record.name)] for record in records], "update") as tiles:
             for tile in tiles:
                 master, rows = as_torch(tile.views[0]), records[tile.group].owned()[tile.first : tile.stop]

@@ -118,7 +118,11 @@ class Tickets:
             self._num_units += 1
             for record, nbytes in pending_bytes.items():
                 ticket = self.of.setdefault(record, UpdateTicket(record, TicketState.EXPECTED))
-                ticket.state, ticket.num_unchecked, ticket.unit_number = TicketState.FINAL, num_unchecked, self._num_units
+                ticket.state, ticket.num_unchecked, ticket.unit_number = (
+                    TicketState.FINAL,
+                    num_unchecked,
+                    self._num_units,
+                )
                 ticket.last_read, ticket.pending_bytes = last_read, nbytes
                 self._pending_bytes += nbytes
             self._changed.notify_all()

@@ -98,8 +98,8 @@ class Update:
         """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
         self.phase = UpdatePhase.IDLE
         self._is_agreed = True
-        """Whether the ranks have exchanged the outcome of the last update in the background: in the next backward at the latest,
-        whatever phase that has begun by then."""
+        """Whether the ranks have exchanged the outcome of the last update in the background. They may do so at the end of the
+        next backward, in any phase."""
         self._settings: StepSettings | None = None
         """Settings of the last update in a backward."""
         self.tickets = Tickets(state)

@@ -1,17 +1,17 @@
 """A record for each parameter: its name, its rows, its memory.
 
 [Note: the memory of a parameter]
-`full` is a 1-D alias of the gathered memory: writing through it does not count as a change of the parameter, so autograd
-accepts its earlier saved tensors. When a sharded parameter (stage 3) is released, that storage is resized to zero, and
-gathering fills the very same storage again, since saved tensors alias it. If all rows are stored in memory that the device
-computes in, that memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
+`full` is a 1-D alias of the gathered memory: writing through it does not increment the parameter's version, so autograd
+accepts tensors saved earlier. When a sharded parameter (stage 3) is released, that storage is resized to zero, and gathering
+fills the same storage again, since saved tensors alias it. If all rows are stored in memory in which the device computes,
+that memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
 
 A released parameter is a `ReleasedParameter`, also while it is prefetched or kept: torch passes it every operation on the
-parameter, which gathers first (`on_read`) or raises. Its memory is a stride-0 view of one NaN of its shape and type, for
-C++ that never asks Python: empty storage would end the process.
+parameter, and it gathers first (`on_read`) or raises. Its memory is a stride-0 view of one NaN with its shape and type, for
+C++ that bypasses Python: empty storage would crash the process.
 
 Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in an array of the store. Gathered
-memory and `shard` have room for the padding of the grid, so that rows are sent without a copy.
+memory and `shard` have room for the padding of the grid: rows are sent without a copy.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ EndRead = Callable[[Any], None]
 
 
 class Residency(Enum):
-    """Form in which a parameter's values are held."""
+    """Where a parameter's values are."""
 
     RESIDENT = "resident"
     """All values, always, in `full`; this rank's rows are a part of it."""
     GATHERED = "gathered"
-    """All values, in `full`, until it is released; this rank's rows are kept in `shard` too."""
+    """All values, in `full`, until it is released; this rank's rows stay in `shard` too."""
     RELEASED = "released"
-    """Only this rank's rows, in `shard` or `stored_array`; `full` has no memory, or unused memory."""
+    """Only this rank's rows, in `shard` or `stored_array`; `full` has no memory, or memory that nothing reads."""
 
 
 @dataclass(eq=False)
 class RowsInStore:
-    """This rank's rows of a parameter in an array created before; see `optim.state.OptimizerState.add`."""
+    """This rank's rows of a parameter in an existing array; see `optim.state.OptimizerState.add`."""
 
     array: str
     is_adopted: bool = False
@@ -65,7 +65,7 @@ class RowsInStore:
 
 @dataclass(eq=False, kw_only=True)
 class ParameterRecord:
-    """The engine's data about one parameter; while materialized, the parameter has no engine attributes."""
+    """The engine's data about one parameter, which has no attributes of the engine unless it is released."""
 
     name: str
     """Fully qualified name; of a tied parameter, the first in module order."""
@@ -73,7 +73,7 @@ class ParameterRecord:
     """Its other names."""
     parameter: nn.Parameter
     grid: Grid
-    """Its partition over all ranks, which files in a checkpoint have at every stage."""
+    """Its partition over all ranks, also of a checkpoint's files, at every stage."""
     state_grid: Grid
     """Partition of its state: `grid`, or one shard of everything if state is not sharded."""
     state_shard: int
@@ -93,27 +93,27 @@ class ParameterRecord:
     """Whether `full` is the memory of the rows in the store."""
     residency: Residency = Residency.RESIDENT
     on_read: Callable[[ParameterRecord, Any], EndRead | None] | None = None
-    """Gathers the released parameter for an operation, a function of torch, or raises UsageError; may return a function to
+    """Gathers the released parameter for an operation (a function of torch), or raises UsageError; may return a function to
     call with the operation's output. None: it cannot be gathered."""
     gather_for_copy: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
-    """Gathers released parameters for a copy of them; None: a single rank cannot."""
+    """Gathers released parameters to copy them; None: one rank alone cannot."""
     detaches_empty: bool = False
-    """Whether `detach()` of the released parameter returns an empty tensor, for a state dict of its module."""
+    """Whether `detach()` of the released parameter returns an empty tensor, for its module's state dict."""
     is_rounded: bool = False
-    """Whether the values were gathered as small integers: this rank's rows of them differ from the stored ones."""
+    """Whether the values were gathered as small integers: this rank's part of them differs from its stored rows."""
     address: int = field(init=False)
-    """Address of the parameter's values, unless other code replaces its memory."""
+    """Address of the values that the engine gave the parameter; if the parameter has another, other code replaced them."""
     shape: torch.Size = field(init=False)
-    """The parameter's, unless other code replaces its memory."""
+    """The shape that the parameter had at first, likewise."""
     version: int = field(init=False)
-    """The parameter's version counter, unless other code writes to it."""
+    """Version of the engine's last change; if the parameter has another, other code wrote to it."""
 
     def __post_init__(self) -> None:
         self.address, self.shape = self.full.data_ptr(), self.parameter.shape
         self.note_version()
 
     def note_version(self) -> None:
-        """Record the current version of the parameter as the engine's own."""
+        """Record the current version of the parameter as the engine's own change."""
         self.version = 0 if self.parameter.is_inference() else self.parameter._version
 
     @property
@@ -138,7 +138,7 @@ class ParameterRecord:
         return self.owned_range[1] - self.owned_range[0]
 
     def owned(self) -> torch.Tensor:
-        """Return this rank's own rows, 1-D without padding: the memory that an update writes to.
+        """Return this rank's own rows, 1-D without padding: the memory to which an update writes.
 
         Raises UsageError if they are in the store.
         """
@@ -178,12 +178,12 @@ class ParameterRecord:
         return self.full.as_strided((numel,), (1,))
 
     def new_full(self) -> torch.Tensor:
-        """Return memory for all values, 1-D [numel], undefined. Made in inference mode too, it can be written to later."""
+        """Return uninitialized memory for all values, 1-D [numel], that can be written to after inference mode too."""
         with torch.inference_mode(False):
             return torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
 
     def use_in_place(self, memory: torch.Tensor | None) -> None:
-        """Make 1-D `memory`, which stores all rows of a released parameter, its `full`; None: give `full` separate memory."""
+        """Use 1-D `memory`, which stores all rows of a released parameter, as `full`; None: give `full` separate memory."""
         self.release()
         self.is_in_place = memory is not None
         self.full = self.new_full() if memory is None else memory
@@ -203,24 +203,24 @@ class ParameterRecord:
         self.use_placeholder()
         self.is_rounded = False
         if not self.is_in_place:
-            if not self.full.untyped_storage().resizable():  # a numpy array shares it, and keeps its values
+            if not self.full.untyped_storage().resizable():  # a numpy array shares the memory, and keeps it
                 self.full = self.new_full()
             self.full.untyped_storage().resize_(0)
 
     def use_full(self) -> None:
-        """Let the parameter have the gathered values."""
+        """Give the parameter the gathered values."""
         self.use_values(self.full.view(self.shape))
         self.residency = Residency.GATHERED
 
     def use_placeholder(self) -> None:
-        """Turn the parameter into a `ReleasedParameter`, and keep the gathered memory."""
+        """Turn the parameter into a `ReleasedParameter`; the gathered memory stays."""
         self.use_values(self._placeholder)
         self.parameter.__dict__["record"] = self
         self.parameter.__class__ = _released_kind(type(self.parameter))
         self.residency = Residency.RELEASED
 
     def use_values(self, values: torch.Tensor) -> None:
-        """Let the parameter have the memory of `values`."""
+        """Give the parameter the memory of `values`."""
         if self.parameter.__dict__.pop("record", None) is not None:
             self.parameter.__class__ = type(self.parameter).__bases__[-1]  # see `_released_kind`
         self.parameter.data = values
@@ -238,7 +238,7 @@ class ParameterRecord:
         return view_of_one_nan(self.shape, self.dtype, self.full.device)
 
     def gradient_edge(self) -> torch.autograd.graph.GradientEdge:
-        """Return the parameter's place in graphs, which needs no values."""
+        """Return the parameter's edge in autograd graphs, which needs no values."""
         with torch._C.DisableTorchFunctionSubclass():
             return torch.autograd.graph.get_gradient_edge(self.parameter)
 
@@ -248,11 +248,11 @@ class ParameterRecord:
         if self.on_read is None:
             return UsageError(
                 f"{operation} of parameter {self.name!r}, which has no values: its engine was closed, or offload_states() "
-                "moved them away (engine.reload_states() restores them)"
+                "moved them away (engine.reload_states() brings them back)"
             )
         return UsageError(
             f"{operation} of parameter {self.name!r} outside a forward: it is sharded or offloaded, and is materialized "
-            "only in the model's forward and backward. Compute such terms within the forward; to look at values write `with "
+            "only in the model's forward and backward. Compute such terms within the forward; to read values write `with "
             "zstore.gather(parameter):` on all ranks, and to change them `with zstore.gather(parameter, modifier_rank=0):`"
         )
 
@@ -260,8 +260,8 @@ class ParameterRecord:
 class ReleasedParameter(nn.Parameter):
     """A parameter without its values. See [Note: the memory of a parameter].
 
-    An operation that needs them gathers it by its record's `on_read`, and finds an ordinary parameter. Shape, type, gradient
-    and hooks need no values. A copy is an ordinary parameter with the values.
+    An operation that needs them gathers it by its record's `on_read`, and then runs on an ordinary parameter. Shape, type,
+    gradient and hooks need no values. A copy is an ordinary parameter with the values.
     """
 
     record: ParameterRecord
@@ -280,12 +280,13 @@ class ReleasedParameter(nn.Parameter):
         if func is torch.Tensor.detach and args[0].record.detaches_empty:
             return args[0].new_empty(0)
         if func is torch.autograd.grad:
-            edge = tree_map_only(ReleasedParameter, lambda one: one.record.gradient_edge(), (tuple(args), dict(kwargs)))
-            return func(*edge[0], **edge[1])
+            given = (tuple(args), dict(kwargs))
+            edge_args, edge_kwargs = tree_map_only(ReleasedParameter, lambda p: p.record.gradient_edge(), given)
+            return func(*edge_args, **edge_kwargs)
         ends: list[EndRead] = []
 
         def gather(parameter: ReleasedParameter) -> nn.Parameter:
-            if isinstance(parameter, ReleasedParameter):  # unless an earlier one is of the same unit
+            if isinstance(parameter, ReleasedParameter):  # not gathered with the unit of an earlier argument
                 record = parameter.record
                 if record.on_read is None:
                     raise record.no_values_error(func)
@@ -321,8 +322,8 @@ class ReleasedParameter(nn.Parameter):
     def _copy(self) -> nn.Parameter:
         if self.record.gather_for_copy is None:
             raise UsageError(
-                f"a copy of a module whose parameter {self.record.name!r} is sharded: make it within `with "
-                "zstore.gather(module):` on all ranks, or take engine.module_state_dict()"
+                f"a copy of a module whose parameter {self.record.name!r} is sharded: make the copy within `with "
+                "zstore.gather(module):` on all ranks, or use engine.module_state_dict()"
             )
         with self.record.gather_for_copy([self]):
             return copy.deepcopy(self)
@@ -337,8 +338,8 @@ def _released_kind(kind: type[nn.Parameter]) -> type[ReleasedParameter]:
 def _without_values() -> Iterator[Any]:
     """Yield the operations that need no values: attributes, sizes, hooks, new tensors of the same kind."""
     sizes = "size dim ndimension numel nelement element_size stride storage_offset dim_order __len__"
-    others = "get_device type data_ptr untyped_storage requires_grad_ retain_grad register_hook"
-    names = {*sizes.split(), *others.split(), "register_post_accumulate_grad_hook"}
+    methods = "get_device type data_ptr untyped_storage requires_grad_ retain_grad register_hook"
+    names = {*sizes.split(), *methods.split(), "register_post_accumulate_grad_hook"}
     for name in dir(torch.Tensor):
         attribute = getattr(torch.Tensor, name)
         if isinstance(attribute, GetSetDescriptorType | property):
@@ -365,7 +366,7 @@ def view_of_one_nan(shape: torch.Size, dtype: torch.dtype, device: torch.device)
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], nn.Parameter]]:
     """Yield (name, other names, parameter), each parameter once, in module order.
 
-    Raises UsageError if two parameters share memory without being one: training would part them.
+    Raises UsageError if two parameters share memory but are different objects: training would make them differ.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

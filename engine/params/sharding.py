@@ -1,21 +1,22 @@
-"""How the training state is cut: over the ranks, by ZeRO stage, with the types of gradients; and into units, the parameters
-that are gathered together. Pure: reads a module tree, changes nothing. A plan needs no torch, so functions import it.
+"""The partition of the training state: over the ranks, by ZeRO stage, with the types of gradients; and into units of
+parameters that are gathered together. Pure: reads a module tree, changes nothing. Plans do not need torch: only functions
+import it.
 
 [Note: types of gradients]
 Autograd makes a gradient in the parameter's type. The mean over ranks is summed in fp32, and rounded once to the type in which
-it is sent. Micro-batches accumulate by default in fp32 if there are several, since in bf16 a sum stops growing at 256 equal
-gradients. The accumulated rows may be wider than a first sum needs, and are widened by an unexpected second micro-batch, so
-the bits do not depend on what was expected. See docs/design/0004-gradients.md.
+it is sent. Several micro-batches accumulate by default in fp32, since in bf16 a sum of equal gradients stops growing at 256 of
+them. The accumulated rows may be wider than a first sum needs, and an unexpected second micro-batch widens them: the bits do
+not depend on what was expected. See docs/design/0004-gradients.md.
 
 [Note: units of a model]
 - A child of an outermost ModuleList that has parameters is a unit with all of its subtree: a transformer block. If it has
-  more elements than may be gathered at once, it is split into its own parameters and its children, and so on.
+  more elements than may be gathered at once, it is split into its own parameters and its children, recursively.
 - A leaf, a module marked by `mark_leaves`, is a unit with all of its subtree and is never split: ranks may call different
-  ones of its modules, such as the experts that their tokens go to.
+  modules of it, such as the experts to which their tokens go.
 - Every other module that owns parameters is a unit: an embedding, a final norm, an output head.
-- Containers without a forward (ModuleList, ParameterList) are never called, so they are not units: their own parameters go
-  with the containing module. nn.MultiheadAttention reads its output projection without calling it: it is a whole unit.
-- Parameters outside of callable modules make up a last unit without modules; nothing gathers it, so it stays resident.
+- Containers without a forward (ModuleList, ParameterList) are never called, so they are not units: their own parameters
+  belong to the containing module. nn.MultiheadAttention reads its output projection without calling it: it is a whole unit.
+- Parameters outside of callable modules form a last unit without modules; nothing gathers it, so it stays resident.
 - A parameter belongs to the first unit that uses it, which reduces its gradient; every unit that uses it gathers it.
 """
 
@@ -40,9 +41,9 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """The parts of the training state that are sharded over ranks. It is all that a ZeRO stage means.
+    """The parts of the training state that are sharded over ranks: the whole meaning of a ZeRO stage.
 
-    At world size 1 only `parameters` may be true: offloaded ones are gathered from the store.
+    At world size 1 only `parameters` may be true: offloaded parameters are gathered from the store.
     """
 
     world_size: int
@@ -50,19 +51,19 @@ class Sharding:
     optimizer_state: bool
     """Masters and the optimizer's slots (stages 1 to 3)."""
     gradients: bool
-    """Gradients, reduced to their owners during every backward (stages 2 and 3); else once a step, whole."""
+    """Gradients, reduced to their owners during every backward (stages 2 and 3); else whole, once per step."""
     parameters: bool
     """Parameters, gathered by unit for forward and backward (stage 3)."""
 
     @staticmethod
     def of_stage(stage: int, world_size: int, *, offloads_parameters: bool = False) -> Sharding:
         """Return the sharding of `stage` (0 to 3) over `world_size` ranks."""
-        many = world_size > 1
+        has_peers = world_size > 1
         return Sharding(
             world_size=world_size,
-            optimizer_state=many and stage >= 1,
-            gradients=many and stage >= 2,
-            parameters=stage >= 3 and (many or offloads_parameters),
+            optimizer_state=has_peers and stage >= 1,
+            gradients=has_peers and stage >= 2,
+            parameters=stage >= 3 and (has_peers or offloads_parameters),
         )
 
     def state_grid(self, stored_shape: tuple[int, ...]) -> Grid:
@@ -81,38 +82,38 @@ class GradientTypes(Generic[D]):
     summed: D
     """Type in which several micro-batches accumulate by default: fp32."""
     accumulation: D | None = None
-    """Type in which gradients accumulate whatever the number of micro-batches; None: the default."""
+    """Type in which gradients accumulate, regardless of the number of micro-batches; None: the default."""
     reduction: D | None = None
-    """Type in which they are reduced; None: the parameter's. On one rank always None."""
+    """Type in which they are reduced; None: the parameter's type. Always None on a single rank."""
     accumulates: bool = False
-    """Whether a step is planned to have more than one micro-batch."""
+    """Whether steps are planned to have more than one micro-batch."""
 
     def reduced(self, dtype: D) -> D:
         """Return the type in which gradients of parameters of `dtype` are sent between ranks."""
         return self.reduction or dtype
 
-    def held(self, dtype: D, *, several: bool) -> D:
-        """Return the type of accumulated gradients of parameters of `dtype`, of one or of `several` micro-batches."""
+    def accumulated(self, dtype: D, *, several: bool) -> D:
+        """Return the type of accumulated gradients of parameters of `dtype`, over one or `several` micro-batches."""
         if self.accumulation is not None:
             return self.accumulation
         return self.summed if several else self.reduced(dtype)
 
     def planned(self, dtype: D) -> D:
         """Return the type in which gradients of parameters of `dtype` wait for the update, as planned."""
-        return self.held(dtype, several=self.accumulates)
+        return self.accumulated(dtype, several=self.accumulates)
 
 
-def add_in(held: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add `part` to `held`, which can hold any value of `dtype`; the sum is rounded to `dtype`."""
-    if held.dtype == dtype:
-        held.add_(part)
+def add_in(total: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add `part` to `total`, whose type can represent any value of `dtype`; the sum is rounded to `dtype`."""
+    if total.dtype == dtype:
+        total.add_(part)
     else:
-        held.copy_(held.to(dtype).add_(part))
+        total.copy_(total.to(dtype).add_(part))
 
 
-def is_narrower(dtype: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether memory of `dtype` has no room for values of the type `wanted`."""
-    return dtype.itemsize < wanted.itemsize
+def is_narrower(dtype: torch.dtype, required: torch.dtype) -> bool:
+    """Return whether memory of `dtype` is too small for values of the type `required`."""
+    return dtype.itemsize < required.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +137,11 @@ def find_units(
     A block of more than `live_numel` elements is several units.
     """
     units: list[Unit] = []
-    taken: set[ParameterRecord] = set()
+    assigned: set[ParameterRecord] = set()
     for name, modules, parameters in unit_parameters(model, live_numel):
         used = tuple(records[p] for p in parameters)
-        owned = tuple(record for record in used if record not in taken)
-        taken.update(owned)
+        owned = tuple(record for record in used if record not in assigned)
+        assigned.update(owned)
         units.append(Unit(name, modules, used, owned))
     return units
 
@@ -149,21 +150,21 @@ def unit_parameters(
     model: nn.Module, live_numel: int | None = None
 ) -> list[tuple[str, tuple[nn.Module, ...], list[nn.Parameter]]]:
     """Return (name, modules, parameters that these use, in module order) of each unit, as in `find_units`."""
-    found = [
+    units = [
         (name, modules, list(dict.fromkeys(p for module in modules for p in _own_parameters(module))))
         for name, modules in _unit_modules(model, "", False, live_numel)
     ]
-    called = {p for _, _, parameters in found for p in parameters}
-    uncalled = [p for p in model.parameters() if p not in called]
-    if uncalled:
-        found.append(("(in no module that is called)", (), uncalled))
-    return [unit for unit in found if unit[2]]
+    in_units = {p for _, _, parameters in units for p in parameters}
+    outside = [p for p in model.parameters() if p not in in_units]
+    if outside:
+        units.append(("(in no module that is called)", (), outside))
+    return [unit for unit in units if unit[2]]
 
 
 def _unit_modules(
     module: nn.Module, name: str, in_list: bool, live_numel: int | None
 ) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Yield (name, modules) of each unit in the subtree; `in_list` if the parent is a ModuleList, or was split."""
+    """Yield (name, modules) of each unit in the subtree; `in_list`: the parent is a ModuleList, or was split."""
     from torch import nn
 
     callable_ = _has_forward(module)
@@ -179,15 +180,15 @@ def _unit_modules(
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         # A ModuleDict in a ModuleList is not called either: its children are the blocks.
-        below = isinstance(module, nn.ModuleList) or split or (in_list and not callable_)
-        yield from _unit_modules(child, path, below, live_numel)
+        child_in_list = isinstance(module, nn.ModuleList) or split or (in_list and not callable_)
+        yield from _unit_modules(child, path, child_in_list, live_numel)
 
 
 _leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def mark_leaves(modules: Iterable[nn.Module], *, marked: bool = True) -> None:
-    """Make each of these modules a unit in engines created from now on; `marked=False` undoes it."""
+    """Make each of these modules a unit in engines created from now on; `marked=False` undoes that."""
     (_leaves.update if marked else _leaves.difference_update)(modules)
 
 
@@ -197,8 +198,8 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def modules_of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Return the modules of `model` of these classes: types, whose subclasses count too, or names, short or qualified by
-    their module."""
+    """Return the modules of `model` of these classes: types, including their subclasses, or names, short or qualified by the
+    class's module."""
     kinds = tuple(kind for kind in classes if isinstance(kind, type))
     names = {kind for kind in classes if isinstance(kind, str)}
     return [

@@ -56,8 +56,8 @@ class Accumulation:
     """Backwards since the last call of `step()`."""
     was_cleared: bool = False
     """Whether `zero_grad()` discarded backwards since the last call of `step()`, which may follow nevertheless."""
-    named: bool | None = None
-    """Whether the current micro-batch is the last of its step, if the caller sets it; None: the engine counts."""
+    boundary_override: bool | None = None
+    """Whether the current micro-batch is the last of its step, as set by the caller; None: the engine counts."""
 
     @property
     def is_new(self) -> bool:
@@ -67,7 +67,9 @@ class Accumulation:
     @property
     def is_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
-        return self.stepped + 1 >= self.batch.accumulation_steps if self.named is None else self.named
+        if self.boundary_override is not None:
+            return self.boundary_override
+        return self.stepped + 1 >= self.batch.accumulation_steps
 
     def end_micro_batch(self, *, boundary: bool) -> None:
         """Count a call of `step()`; at a `boundary` start the next accumulation."""

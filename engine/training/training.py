@@ -40,7 +40,7 @@ class Training:
     config: Config
     model: nn.Module
     plan: Plan
-    """Which tier holds each array; fixed before any memory is allocated."""
+    """The tier of each array; fixed before any memory is allocated."""
     state: OptimizerState
     update: Update
     gradients: Gradients
@@ -60,8 +60,8 @@ class Training:
     """Global norm of the last step's unscaled gradients."""
     was_applied: bool = False
     """Whether the last step changed parameters."""
-    away: set[str] = field(default_factory=set)
-    """Names of the states currently offloaded by `offload_states`."""
+    offloaded_states: set[str] = field(default_factory=set)
+    """Names of the states that `offload_states` has moved away."""
 
     def __post_init__(self) -> None:
         self.accumulation = Accumulation(batch=self.config.batch, world_size=self.world.world_size)
@@ -70,7 +70,7 @@ class Training:
         """Norm of the gradients including the loss scale and the loop's own scaling; None until computed."""
         self._clip_factor: float | None = None
         """Factor of the gradients in this step if the loop clipped them, excluding the loss scale."""
-        self.gradients.exposed.acts = self
+        self.gradients.exposed.owner = self
 
     @property
     def scaler(self) -> LossScaler:
@@ -97,7 +97,7 @@ class Training:
             )
 
     def compile(self, compiler: Compiler) -> None:
-        """Compile the model, or its units if parameters are gathered and released; compiled parts are compiled again."""
+        """Compile the model, or its units if parameters are gathered and released; what is compiled already is recompiled."""
         if self.activations is not None:
             self.activations.stay_out_of_graphs()
         if self.hooks is None:
@@ -108,16 +108,16 @@ class Training:
         self.compiled = CompiledUnits(self.model, self.hooks, compiler)
 
     def require_not_offloaded(self, call: str, states: tuple[str, ...] | None = None) -> None:
-        """Raise UsageError for a call that needs `states`, by default all, if one of them has been moved away."""
-        away = sorted(self.away if states is None else self.away.intersection(states))
-        if away:
+        """Raise UsageError for a call that needs `states`, by default all, if any of them is offloaded."""
+        offloaded = self.offloaded_states if states is None else self.offloaded_states.intersection(states)
+        if offloaded:
             raise UsageError(
-                f"{call}: {', '.join(away)} are offloaded by offload_states(): call engine.reload_states() first"
+                f"{call}: {', '.join(sorted(offloaded))} are offloaded by offload_states(): call engine.reload_states() first"
             )
 
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
-        """Accumulate the gradients of one micro-batch, of the loss times the loss scale, optionally divided by the
-        accumulation steps. If that fails, the accumulation starts over."""
+        """Accumulate the gradients of one micro-batch: of its loss times the loss scale, with `divide` divided by the number
+        of accumulation steps. If that fails, the accumulation starts over."""
         scaled = self.scaled(loss, divide=divide)
         self.begin_backward()
         try:
@@ -139,7 +139,7 @@ class Training:
         self.require_not_offloaded("a backward")
         if self.gradients.sums is not None:
             raise UsageError(
-                "a backward after the norm of the gradients was taken, and before step(): take it after the last backward"
+                "a backward after the norm of the gradients was computed, and before step(): compute it after the last backward"
             )
         self.update.drain()
         if self.update.runs_in_backward and self.accumulation.is_boundary:
@@ -158,7 +158,7 @@ class Training:
             self.gradients.end_backward()
             if self.hooks is not None:
                 self.hooks.end_backward()
-            # Not earlier: if forwards differ between ranks, the backward's own collectives report it.
+            # Not earlier: if forwards differ between ranks, the backward's own collectives report that.
             self.update.agree()
             self.gradients.expose(whole=self.scaler.scale == 1.0)
         except BaseException as raised:
@@ -171,11 +171,11 @@ class Training:
         self.accumulation.backwards += 1
 
     def abandon_backward(self, raised: BaseException) -> None:
-        """Forget a backward that failed, and with it the accumulation; `raised` gets a note if that is impossible."""
+        """Discard a backward that failed, with the accumulation; if that is impossible, `raised` gets a note."""
         if self.update.abandon():
             raised.add_note(
-                'With "step_overlap": "backward" parameters were already updated: load a checkpoint before continuing. So that '
-                f"a backward that fails changes nothing, {OTHER_MODES}."
+                'With "step_overlap": "backward" parameters were already updated: load a checkpoint before continuing. For '
+                f"backwards that change nothing if they fail, {OTHER_MODES}."
             )
         self.restart_accumulation()
         if self.hooks is not None:
@@ -184,14 +184,14 @@ class Training:
     def zero_grad(self) -> None:
         """Discard the current step's gradients if there was a backward since the last `step()` (all ranks).
 
-        Raises UsageError if the backward has updated parameters with them, and if other ranks do not make the same call.
+        Raises UsageError if the backward has updated parameters with them, or if other ranks do not make the same call.
         """
         if not self.accumulation.backwards:
             return
         if self.update.is_in_backward:
             raise UsageError(
                 'zero_grad() between backward() and step(): with "step_overlap": "backward" the backward has updated '
-                f"parameters already, which is final. Look at the loss first, or {OTHER_MODES}"
+                f"parameters, which cannot be undone. Check the loss before backward(), or {OTHER_MODES}"
             )
         with self.world.calling("step", meeting="zero_grad()"):
             self.update.abandon()
@@ -199,12 +199,12 @@ class Training:
             self.accumulation.backwards, self.accumulation.was_cleared = 0, True
 
     def notice_cleared(self) -> None:
-        """Call `zero_grad` if the training loop set all gradients to None itself (all ranks)."""
+        """Call `zero_grad` if the training loop has set all gradients to None itself (all ranks)."""
         if self.accumulation.backwards and self.gradients.exposed.are_cleared:
             self.zero_grad()
 
     def restart_accumulation(self) -> None:
-        """Forget the gradients of this step, and count its micro-batches again."""
+        """Discard the gradients of this step, and count its micro-batches from 0."""
         self._forget_gradients()
         self.counters.micro_steps -= self.accumulation.stepped
         self.accumulation.restart()
@@ -214,7 +214,7 @@ class Training:
         self.gradients.drop()
 
     def set_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the current micro-batch is the last of its step, from now on; None: count again."""
+        """Set whether the current micro-batch is the last of its step, from now on; None restores counting."""
         if self.update.is_in_backward and not is_boundary:
             raise UsageError(
                 "this micro-batch can no longer be marked as not the last of its step: with "
@@ -222,9 +222,9 @@ class Training:
             )
         self.accumulation.boundary_override = is_boundary
 
-    def scaled_grad_norm(self, *, begin: bool = False) -> float:
-        """Return the norm of the accumulated gradients, with the loss scale, once a step: no backward may follow before
-        `step` (all ranks). With `begin`, start prefetching state for the coming update."""
+    def scaled_grad_norm(self, *, prefetch: bool = False) -> float:
+        """Return the norm of the accumulated gradients, including the loss scale, computed once per step; no backward may
+        follow before `step` (all ranks). With `prefetch`, start prefetching state for the coming update."""
         self.update.require_consistent()
         if self.gradients.sums is None:
             with labelled("reduce"):
@@ -233,30 +233,29 @@ class Training:
                 not self.config.zero.ignore_unused_parameters and self.gradients.step.backwards
             ):  # otherwise they were discarded
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed)
-            if begin:
+            if prefetch:
                 self.update.read_ahead()
             self.gradients.sums = sums_over_ranks(self.gradients, self.world, sharded=self.state.is_sharded)
         if self._scaled_norm is None:
             scales = self.gradients.exposed.scales
-            norm = norm_of((one.name, shards, scales.get(one, 1.0)) for one, shards in self.gradients.sums.items())
+            norm = norm_of((record.name, sums, scales.get(record, 1.0)) for record, sums in self.gradients.sums.items())
             stepper = self.update.stepper
             self._scaled_norm = norm if stepper is None else stepper.agreed_norm(norm)
         return self._scaled_norm
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients of this step, and of later ones, to `max_norm`, 0: no clipping; return the unscaled norm
-        of this
+        """Clip the gradients of this step and of later ones to `max_norm` (0: no clipping); return the unscaled norm of this
         step's gradients before clipping (all ranks)."""
         norm, self.clip_norm = self.scaled_grad_norm() / self.scaler.scale, max_norm
-        factor, former = scale_factor(norm, max_norm, 1.0), self._clip_factor
-        acts = math.isfinite(norm) or self.scaler.non_finite == "apply"
-        if acts and (former is None or not factor >= former):  # `not`: a factor that is NaN counts
+        factor, previous = scale_factor(norm, max_norm, 1.0), self._clip_factor
+        is_applied = math.isfinite(norm) or self.scaler.non_finite == "apply"
+        if is_applied and (previous is None or not factor >= previous):  # `not`: a NaN replaces any factor
             self._clip_factor = factor
-            self.gradients.exposed.clip(factor if former is None else factor / former)
+            self.gradients.exposed.clip(factor if previous is None else factor / previous)
         return norm
 
     def gradient_norm(self, record: ParameterRecord) -> float:
-        self._require_sharded_gradients("the norm of a gradient")
+        self._require_averaged_gradients("the norm of a gradient is not available")
         with self.world.calling("gradients"):
             self.scaled_grad_norm()
         shards = (self.gradients.sums or {}).get(record, ())
@@ -265,38 +264,36 @@ class Training:
         return norm_of([(record.name, shards, 1.0)]) * abs(factor)
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
-        self._require_sharded_gradients("a factor of a gradient")
+        self._require_averaged_gradients("a gradient cannot be multiplied")
         if self.update.runs_in_backward:
             raise UsageError(
                 f"the gradient of parameter {record.name!r} was multiplied by a number between backward() and step(), but with "
-                f'"step_overlap": "backward" the parameter is updated already: {OTHER_MODES}'
+                f'"step_overlap": "backward" the parameter has been updated already: {OTHER_MODES}'
             )
         with self.world.calling("gradients"):
             self.scaled_grad_norm()
         self.gradients.exposed.scales[record] = self.gradients.exposed.scales.get(record, 1.0) * factor
         self._scaled_norm = None
 
-    def _require_sharded_gradients(self, what: str) -> None:
+    def _require_averaged_gradients(self, refusal: str) -> None:
         if self.update.stepper is not None and self.update.stepper.owns_gradients:
             raise UsageError(
-                f"{what} with {self.optimizer.kind.__name__}, which averages over ranks itself: each rank has its own "
+                f"{refusal} with {self.optimizer.kind.__name__}, which averages over ranks itself: each rank has its own "
                 "gradients until step(). Choose an optimizer whose gradients are reduced in the backward, such as AdamW"
             )
 
     def step(self) -> None:
-        """Take one optimizer step with the accumulated gradients, or skip it if they are not finite and the config says
-        so.
+        """Take one optimizer step with the accumulated gradients, or skip it if they are not finite and the config says so.
 
         By default such gradients raise NonFiniteError on every rank, except in fp16, and parameters without a gradient
-        raise UsageError if the config asks for that, before the update. See [Note: which state is consistent] for the state
-        after an error;
-        the gradients are dropped.
+        raise UsageError if the config asks for that, before the update. After an error the gradients are dropped; for the
+        state see [Note: which state is consistent].
         """
         if self.hooks is not None:
             self.hooks.units.invalidate(by_step=True)  # a forward without a backward leaves stale values
         try:
             self.gradients.exposed.adopt()
-            norm = self.scaled_grad_norm(begin=True)  # reduces, agrees on which ranks have a gradient, sums squares
+            norm = self.scaled_grad_norm(prefetch=True)  # reduces, agrees on which gradients there are, sums squares
             self.norm = norm / self.scaler.scale
             accepted = self.scaler.accepts(norm, self.counters.global_steps + 1, self._what_changed)
             if accepted:
@@ -308,10 +305,10 @@ class Training:
                     self.gather_resident(self.trained)
                     self.update.start_async(later, settings)
             else:
-                with self.world.agreeing():  # still exchanges pending requests (stop signals), as every update does
+                with self.world.agreeing():  # exchanges messages (stop signals), as every update does
                     pass
         finally:
-            self.update.abandon(in_step=True)  # still there if the step failed
+            self.update.abandon(in_step=True)  # it still runs if the step failed
             self.update.drop_prefetched()
             self._forget_gradients()
         self._count(skipped=not accepted)
@@ -324,7 +321,7 @@ class Training:
         return f"{changed}, and to find such gradients before any change {OTHER_MODES}"
 
     def _factor(self, norm: float) -> float:
-        """Return the factor of gradients in this step, for all gradients that the loop did not scale itself."""
+        """Return the factor of this step's gradients, except those that the loop has scaled itself."""
         if self._clip_factor is None:
             return scale_factor(norm, self.clip_norm, self.scaler.scale)
         return self._clip_factor / self.scaler.scale
@@ -337,14 +334,14 @@ class Training:
         return StepSettings.of(self.optimizer.param_groups, step=step, factor=factor, factors=factors)
 
     def gather_resident(self, records: list[ParameterRecord]) -> None:
-        """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
+        """Bring every rank's rows of resident parameters to all ranks, after their owners have changed them."""
         if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
             all_gather_rows(self.world, resident, int(self.config.zero.allgather_bucket_size))
 
     def _count(self, *, skipped: bool) -> None:
         """Count the step and update the loss scale and the LR schedule."""
-        before = self.scaler.scale
+        previous_scale = self.scaler.scale
         self.was_applied = not skipped
         self.counters.global_steps += 1
         self.counters.skipped_steps += int(skipped)
@@ -353,7 +350,8 @@ class Training:
                 self.scaler.update(skipped)
         finally:
             if skipped and self.world.rank == 0:
-                scale = f"; the loss scale was {before:g} and is {self.scaler.scale:g}" if self.scaler.settings else ""
+                now = f"; the loss scale was {previous_scale:g} and is {self.scaler.scale:g}"
+                scale = now if self.scaler.settings else ""
                 _log.info("step %d skipped: its gradients are not finite%s", self.counters.global_steps, scale)
         if not skipped:
             self.optimizer.note_step()

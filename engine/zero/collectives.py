@@ -457,7 +457,9 @@ class Reductions:
             self.drop()  # after an error
         return overlapped
 
-    def _begin(self, values: Mapping[ParameterRecord, torch.Tensor | None], *, scatter: bool) -> Iterator[PendingReduction]:
+    def _begin(
+        self, values: Mapping[ParameterRecord, torch.Tensor | None], *, scatter: bool
+    ) -> Iterator[PendingReduction]:
         """Start the reductions of gradients, bucket by bucket."""
         rules, world_size = self._rules, self._world.world_size
         kind: Kind = "reduce_scatter" if scatter else "all_reduce"

@@ -162,10 +162,10 @@ class GradientStep:
         self.phase = BackwardPhase.RUNNING
 
     def _note_types(self) -> None:
-        several, held = self.backwards > 1, self.rules.types.held
-        self.sum_dtypes = {dtype: held(dtype, several=several) for dtype in self._dtypes}
+        several, type_of = self.backwards > 1, self.rules.types.accumulated
+        self.sum_dtypes = {dtype: type_of(dtype, several=several) for dtype in self._dtypes}
         """Type of the sum up to the current backward, by parameter type."""
-        self.step_dtypes = {dtype: held(dtype, several=several or not self.last) for dtype in self._dtypes}
+        self.step_dtypes = {dtype: type_of(dtype, several=several or not self.last) for dtype in self._dtypes}
         """Type of the sum over the step, by parameter type, as far as the number of backwards is known."""
 
     @property

@@ -127,7 +127,9 @@ class UnitHooks:
         for unit in self.units.all:
             if unit.is_in_use and unit.stray_read is not StrayRead.NONE:
                 self.units.reshard(unit)
-        self._change_reads({StrayRead.IN_FORWARD: StrayRead.FOR_BACKWARD if torch.is_grad_enabled() else StrayRead.NONE})
+        self._change_reads(
+            {StrayRead.IN_FORWARD: StrayRead.FOR_BACKWARD if torch.is_grad_enabled() else StrayRead.NONE}
+        )
 
     def end_interrupted(self) -> None:
         """End a forward interrupted by Ctrl-C as if it had raised (called by the engine)."""

@@ -214,8 +214,8 @@ class ShardedUnits:
         differing = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
         if differing is not None:
             raise UsageError(
-                f"rank {differing} ran different modules from rank 0, or in a different order: every rank must run the same modules "
-                "in the same order where parameters are sharded"
+                f"rank {differing} ran different modules from rank 0, or in a different order: every rank must run the same "
+                "modules in the same order where parameters are sharded"
             )
         return [Use(unit, last) for unit, last in all_uses[0]]
 
@@ -287,7 +287,12 @@ class ShardedUnits:
         for record in records:
             values = self.values[record]
             states = [unit.state for unit in values.units]
-            if values.callers or values.stuck or UnitState.IN_USE in states or UnitState.IN_USE_AND_PREFETCHED in states:
+            if (
+                values.callers
+                or values.stuck
+                or UnitState.IN_USE in states
+                or UnitState.IN_USE_AND_PREFETCHED in states
+            ):
                 continue
             if UnitState.PREFETCHED in states or UnitState.KEPT in states:
                 if values.is_gathered:

@@ -146,7 +146,7 @@ def test_a_config_that_says_nothing_clips_to_1_as_deepspeed_does(caplog: pytest.
 def _copies(rank: int) -> None:
     with start_linear(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0}) as engine:
         for call in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(UsageError, match=r"is sharded: make it within `with zstore\.gather"):
+            with pytest.raises(UsageError, match=r"is sharded: make the copy within `with zstore\.gather"):
                 call(engine.module)
         with zstore.gather(engine.module):
             copied, pickled = copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))

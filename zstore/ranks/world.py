@@ -1,17 +1,17 @@
 """The ranks of a run and the few collectives that everything else uses.
 
 [Note: one error for all]
-Every rank calls `World.raise_together` with its own error or None; if all are None it returns. Otherwise a rank that failed
-raises its own error, so that handlers see its type, and every other rank RankError with the failed ranks' tracebacks. It is a
-collective. An error that escapes elsewhere on one rank, or a rank that dies, is found by `watch`: a world that is watched
-raises RankError if its collectives fail.
+Every rank calls `World.raise_together`, a collective, with its own error or None; if all are None it returns. Otherwise a
+rank that failed raises its own error, so that handlers see its type, and every other rank raises RankError with the failed
+ranks' tracebacks. An error that escapes elsewhere on one rank, or a rank that dies, is detected by `watch`: a world that is
+watched raises RankError if its collectives fail.
 
 [Note: groups]
 With groups of k consecutive ranks (a machine's, or those that share one copy of the training state), rank r is member r % k
-of group r // k. `within` is the world of its group, `between` the world of the ranks with its place in every group, in the
-order of the groups. A group may have any number of ranks; k is best the number of devices with a fast link.
+of group r // k. `within` is the world of its group, `between` the world of the ranks with the same member number in every
+group, in the order of the groups. A group may have any number of ranks; best is the number of devices with a fast link.
 
-Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs on one rank.
+Ranks exchange JSON and tensors, never pickles. Without a process group the same code runs on one rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..io.memory import plain_memory
 from ..io.queue import LinkCounters
 from .watch import Watch, WatchState
 
-# By their former names, now deprecated, in torch 2.9.
+# torch 2.9 has them only by the names that are now deprecated.
 _all_gather_single: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
@@ -52,9 +52,10 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 class Work:
-    """A running collective, which counts how long it took and how long callers waited for it; None has nothing to do.
+    """A running collective, which counts how long it took and how long callers waited for it; with `work` None there is
+    nothing to do.
 
-    On CUDA a wait stalls the stream and not this thread, so the time counted there is only the host's.
+    On CUDA a wait stalls the stream and not this thread, so only the host's time is counted there.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Work:
         work: Any,
         links: LinkCounters,
         kind: Kind,
-        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+        in_collective: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._work, self._links, self._kind, self._in_collective = work, links, kind, within
+        self._work, self._links, self._kind, self._in_collective = work, links, kind, in_collective
         self._started: float | None = time.perf_counter()
 
     def wait(self) -> None:
@@ -84,7 +85,7 @@ class Work:
 
 @dataclass(kw_only=True)
 class World:
-    """The ranks of a run, as this rank sees them. Made by `World.current()`."""
+    """The ranks of a run, as this rank sees them. Created by `World.current()`."""
 
     rank: int = 0
     """This rank, from 0."""
@@ -95,23 +96,23 @@ class World:
     local_world_size: int = 1
     """Number of ranks on this machine."""
     backend: str | None = None
-    """Backend of the collectives on `device` ("gloo", "nccl"); None on a single rank."""
+    """Backend of the collectives on `device` ("gloo", "nccl"); None on a single rank. A group may have several."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """The device of tensors in the backend's collectives."""
     group: torch_dist.ProcessGroup | None = None
-    """Process group of the collectives; None is the default one."""
+    """Process group of the collectives; None: the default group."""
     links: LinkCounters = field(default_factory=LinkCounters)
     """Bytes that this rank sent to others and the time waited, by `Kind`. A second world on another group shares them."""
     watch: Watch = field(default_factory=Watch)
     """Fails all ranks if one fails, once it has been started; worlds of one run share it."""
     messages: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """What this rank sends to all, by topic, with each `raise_together` that it passes no error to: a few bytes of JSON data;
-    None: nothing."""
+    """By topic, returns what this rank sends to all ranks with each `raise_together` without an error: a few bytes of JSON
+    data, or None for nothing."""
     received: dict[str, list[Any]] = field(default_factory=dict)
-    """The last exchanged messages of all ranks that sent one, by topic: the same on all ranks after the same call."""
+    """By topic, the messages of all ranks that sent one in the last exchange: the same on all ranks after the same call."""
     group_peers: int | None = None
-    """Of the other ranks, those in this rank's group (see [Note: groups]); None if ranks are in no groups. With groups, bytes
-    sent, except for "control", are also counted as `within_group` and `between_groups`."""
+    """Number of the other ranks of this world in this rank's group (see [Note: groups]); None without groups. With groups,
+    bytes sent, except for "control", are also counted as `within_group` and `between_groups`."""
 
     @property
     def sent_bytes(self) -> Counter[str]:
@@ -139,12 +140,12 @@ class World:
     def second(self) -> World:
         """Return the same ranks on a separate process group (a collective); on a single rank, this world itself.
 
-        Collectives on two groups need no common order, so that one may wait without blocking the other.
+        Collectives on two groups need no common order: one group may wait without blocking the other.
         """
         if self.world_size == 1:
             return self
         if self.world_size != torch_dist.get_world_size():
-            raise ValueError("a second process group of some ranks: make_groups() makes another one of each group")
+            raise ValueError("a second process group of only some ranks: call make_groups() again instead")
         with self._in_collective("new_group"):
             group = torch_dist.new_group()
         self.learn_connections()
@@ -153,7 +154,7 @@ class World:
     def release(self) -> None:
         """Destroy the process group that `second` made, once no collective on it is running; a second call does nothing.
 
-        Its threads end here. Left to interpreter shutdown, a thread that still has a tensor would abort the process.
+        Its threads end here: at interpreter shutdown a thread that still has a tensor would abort the process.
         """
         group, self.group = self.group, None
         if group is not None and self.watch.failed is None:
@@ -162,15 +163,15 @@ class World:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the whole run; this world may have only some of them."""
+        """Number of ranks of the whole run, of which this world may have only some."""
         return self.world_size if self.group is None else torch_dist.get_world_size()
 
     def global_rank(self, rank: int) -> int:
-        """Return the number among all ranks of a rank of this world."""
+        """Return the number that a rank of this world has among all ranks."""
         return rank if self.group is None else torch_dist.get_global_rank(self.group, rank)
 
     def begin_watch(self, silent_s: float | None = None) -> None:
-        """Watch over the ranks until `watch.close()` (all ranks); see `zstore.ranks.watch`."""
+        """Watch the ranks until `watch.close()` (all ranks); see `zstore.ranks.watch`."""
         if self.world_size > 1:
             aborts = self.backend == "nccl"
             self.watch.begin(self.all_gather_object, self.rank, self.world_size, aborts=aborts, timeout_s=silent_s)
@@ -182,9 +183,9 @@ class World:
 
     @contextmanager
     def calling(self, phase: str, *, meeting: str | None = None) -> Iterator[None]:
-        """Name this rank's task in the block; an error that escapes from it on one rank fails all.
+        """Name this rank's task in the block; an error that escapes from it on one rank fails all ranks.
 
-        `meeting` names a call that scripts may by mistake make on one rank only: it begins once all ranks are in it.
+        `meeting` names a call that a script may mistakenly make on one rank only: the block begins once all ranks are in it.
         """
         watch = self.watch
         if watch.activity.phase or watch.state is WatchState.UNWATCHED:
@@ -205,8 +206,8 @@ class World:
 
     @contextmanager
     def agreeing(self, note: str | None = None, *, call: str = "") -> Iterator[None]:
-        """Raise on every rank if the block raised on any, or they make different calls; `note` is added to this rank's error
-        (all ranks).
+        """Raise on every rank if the block raised on any, or if ranks make different calls; `note` is added to this rank's
+        error (all ranks).
 
         Anything but an Exception, such as KeyboardInterrupt, ends this rank's block at once.
         """
@@ -220,7 +221,7 @@ class World:
         self.raise_together(error, call)
 
     def raise_together(self, error: BaseException | None, call: str = "") -> None:
-        """Raise on every rank if any rank passed an error, and UsageError if they pass different calls. See [Note: one error
+        """Raise on every rank if any rank passed an error, and UsageError if ranks pass different calls. See [Note: one error
         for all]."""
         if error is not None and (self.world_size == 1 or self.watch.state is WatchState.RAISED):
             raise error
@@ -232,7 +233,7 @@ class World:
             self.received[topic] = [sent[topic] for *_, sent in rows if topic in sent]
         places = {rank: failure[0] for rank, (failure, *_) in enumerate(rows) if failure is not None}
         failures = {rank: rows[rank][0][1] for rank in places}
-        calls = [theirs for _, theirs, _ in rows]
+        calls = [rank_call for _, rank_call, _ in rows]
         if failures or len(set(calls)) > 1:
             self.watch.agreed = True
         if error is not None:
@@ -244,14 +245,14 @@ class World:
             text = f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it"
             raise RankError(text, failures)
         if len(set(calls)) > 1:
-            listed = "; ".join(f"rank {rank}: {theirs or 'another one'}" for rank, theirs in enumerate(calls))
+            listed = "; ".join(f"rank {rank}: {made or 'another one'}" for rank, made in enumerate(calls))
             raise UsageError(
                 f"all ranks have to make the same call, but they made different ones: {listed}. Run the same code on every rank"
             )
 
     @contextmanager
     def _in_collective(self, collective: str, *, enters: bool = True) -> Iterator[None]:
-        """Enter a collective, or wait for an entered one; if it fails, raise the watch's account of it."""
+        """Enter a collective, or wait for one that was entered; if it fails, raise the watch's account of it."""
         watch, activity = self.watch, self.watch.activity
         if enters:
             watch.raise_if_broken()
@@ -274,10 +275,10 @@ class World:
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
         self.all_gather(sizes, on_device([data.numel()], torch.int64, self.device), kind="control")
         longest = int(sizes.max())
-        mine = torch.zeros(longest, dtype=torch.uint8, device=self.device)
-        mine[: data.numel()] = data
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data
         gathered = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self.device)
-        self.all_gather(gathered, mine, kind="control")
+        self.all_gather(gathered, padded, kind="control")
         rows = gathered.cpu().view(self.world_size, longest)
         return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
@@ -286,9 +287,9 @@ class World:
         return self.all_gather_object(value if self.rank == source else None)[source]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Replace the values of `tensor` by rank `source`'s."""
+        """Replace the values of `tensor` with rank `source`'s."""
         if self.world_size > 1 and tensor.numel():
-            # On the device of the backend's collectives; a model may be built on the host, and NCCL sends device tensors.
+            # A model may be built on the host, but NCCL sends only device tensors.
             whole = plain_memory(tensor.to(self.device))
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
             flat = whole.view(-1).view(torch.uint8)
@@ -297,7 +298,7 @@ class World:
                 tensor.copy_(whole)
 
     def transfer(self, tensor: torch.Tensor, source: int, target: int) -> None:
-        """Replace the values of rank `target`'s `tensor`, contiguous, with rank `source`'s; only these two call it."""
+        """Replace the values of rank `target`'s `tensor`, contiguous, with rank `source`'s; only these two ranks call it."""
         if source == target or not tensor.numel():
             return
         flat, sends = tensor.view(-1).view(torch.uint8), self.rank == source
@@ -305,27 +306,25 @@ class World:
         receive = partial(torch_dist.recv, flat, group_src=source, group=self.group)
         self._run("transfer", tensor.nbytes if sends else 0, send if sends else receive, target)
 
-    def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
-        """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not
-        values."""
+    def all_gather(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind = "all_gather") -> None:
+        """Fill `out` [world * n] with every rank's `send` [n] in rank order, bit for bit in any data type."""
         if self.world_size == 1:
-            out.copy_(mine)
-        elif mine.numel():
-            self._run(kind, (self.world_size - 1) * mine.nbytes, self._gather(out, mine))
+            out.copy_(send)
+        elif send.numel():
+            self._run(kind, (self.world_size - 1) * send.nbytes, self._gather(out, send))
 
-    def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
-        """Like `all_gather`, but return at once; the caller must keep both and not touch them until the work is
-        done."""
+    def start_all_gather(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
+        """Like `all_gather`, but return at once; the caller must keep both and not touch them until the work is done."""
         if self.world_size == 1:
-            out.copy_(mine)
-        others = self.world_size - 1
-        return self._start(kind, others * mine.nbytes, self._gather(out, mine) if others and mine.numel() else None)
+            out.copy_(send)
+        peers = self.world_size - 1
+        return self._start(kind, peers * send.nbytes, self._gather(out, send) if peers and send.numel() else None)
 
-    def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> Callable[..., Any]:
-        return partial(_all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+    def _gather(self, out: torch.Tensor, send: torch.Tensor) -> Callable[..., Any]:
+        return partial(_all_gather_single, out.view(torch.uint8), send.view(torch.uint8), group=self.group)
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
-        """Send row r of `send` [world, n] to rank r, and receive its row in row r of `out`. Returns at once.
+        """Send row r of `send` [world, n] to rank r, and receive rank r's row in row r of `out`. Returns at once.
 
         The caller must keep both and not touch them until the work is done.
         """
@@ -344,8 +343,7 @@ class World:
         return self._start(kind, sent_bytes, reduce if self.world_size > 1 and tensor.numel() else None)
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
-        """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
-        reduction."""
+        """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own reduction."""
         mean = torch_dist.ReduceOp.AVG
         reduce = partial(_reduce_scatter_single, out, send.view(-1), op=mean, group=self.group)
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
@@ -358,7 +356,7 @@ class World:
             collective()
 
     def _start(self, kind: Kind, sent_bytes: int, collective: Callable[..., Any] | None) -> Work:
-        """Begin a collective; None has nothing to do."""
+        """Begin a collective; with None there is nothing to do."""
         if collective is None:
             return Work(None, self.links, kind)
         self._count_by_group(kind, sent_bytes)
@@ -368,30 +366,30 @@ class World:
         return Work(work, self.links, kind, partial(self._in_collective, kind, enters=False))
 
     def _count_by_group(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
-        """Count bytes sent to all others equally, or to rank `target`, by whether it is outside this rank's group."""
+        """Count bytes sent to all other ranks equally, or to rank `target`, as within this rank's group or between groups."""
         if self.group_peers is None or self.world_size == 1 or kind == "control":
             return
         size = self.group_peers + 1
-        near_bytes = sent_bytes * self.group_peers // (self.world_size - 1)
+        bytes_within = sent_bytes * self.group_peers // (self.world_size - 1)
         if target is not None:
-            near_bytes = sent_bytes if target // size == self.rank // size else 0
-        if near_bytes:
-            self.links.begin("within_group", near_bytes)
-        if sent_bytes > near_bytes:
-            self.links.begin("between_groups", sent_bytes - near_bytes)
+            bytes_within = sent_bytes if target // size == self.rank // size else 0
+        if bytes_within:
+            self.links.begin("within_group", bytes_within)
+        if sent_bytes > bytes_within:
+            self.links.begin("between_groups", sent_bytes - bytes_within)
 
 
 def make_groups(world: World, size: int) -> tuple[World, World]:
     """Return this rank's worlds `within` and `between` groups of `size` ranks, which divides the world size (a collective); see
     [Note: groups]. The caller releases both.
 
-    From now on `world`, worlds made of it later, and the groups count the bytes they send as `within_group` or
+    From now on `world`, worlds derived from it later, and the groups count the bytes that they send as `within_group` or
     `between_groups`.
     """
     if size < 1 or world.world_size % size:
-        raise ValueError(f"groups of {size} ranks cannot be made of {world.world_size}")
+        raise ValueError(f"{world.world_size} ranks cannot be divided into groups of {size}")
     if world.group is not None:
-        raise ValueError("groups are made of all ranks, on the default process group")
+        raise ValueError("groups are made from the world of all ranks, on the default process group")
     world.group_peers = size - 1
     groups = [range(first, first + size) for first in range(0, world.world_size, size)]
     within = _world_of_group(groups, world, group_peers=size - 1)
@@ -401,13 +399,13 @@ def make_groups(world: World, size: int) -> tuple[World, World]:
 
 
 def _world_of_group(groups: Sequence[range], world: World, *, group_peers: int) -> World:
-    """Return the world of this rank's group of `groups`, all of one size; all ranks create them in the same order."""
+    """Return the world of this rank's group among `groups`, all of one size; all ranks create them in the same order."""
     size = len(groups[0])
-    made = [torch_dist.new_group(list(ranks)) if size > 1 else None for ranks in groups]
-    mine, group = next((ranks, group) for ranks, group in zip(groups, made, strict=True) if world.rank in ranks)
+    created = [torch_dist.new_group(list(ranks)) if size > 1 else None for ranks in groups]
+    own_ranks, group = next((ranks, group) for ranks, group in zip(groups, created, strict=True) if world.rank in ranks)
     return replace(
         world,
-        rank=mine.index(world.rank),
+        rank=own_ranks.index(world.rank),
         world_size=size,
         group=group,
         group_peers=group_peers,
@@ -417,12 +415,12 @@ def _world_of_group(groups: Sequence[range], world: World, *, group_peers: int) 
 
 
 def agree_any(world: World, flags: Sequence[bool]) -> list[bool]:
-    """Return for each flag whether any rank has it set (all ranks)."""
+    """Return whether any rank has set each flag (all ranks)."""
     if world.world_size == 1 or not flags:
         return list(flags)
-    mine = on_device(flags, torch.uint8, world.device)
+    own = on_device(flags, torch.uint8, world.device)
     gathered = torch.empty(world.world_size * len(flags), dtype=torch.uint8, device=world.device)
-    world.all_gather(gathered, mine, kind="control")
+    world.all_gather(gathered, own, kind="control")
     return [bool(flag) for flag in gathered.view(world.world_size, -1).amax(dim=0).tolist()]
 
 
@@ -432,8 +430,8 @@ def cuda_device(local_rank: int) -> torch.device:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Return the CPU's features by torch's names: `torch.cpu.get_capabilities`, or in torch 2.9, which lacks it, the part of
-    it that zstore needs."""
+    """Return the CPU's features by torch's names: `torch.cpu.get_capabilities`, or in torch 2.9, which lacks that, those that
+    zstore needs."""
     if hasattr(torch.cpu, "get_capabilities"):
         return torch.cpu.get_capabilities()
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\nflags")[2].partition("\n")[0].split()
@@ -442,10 +440,10 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def _backend(cuda: bool) -> str:
-    """Return the backend of the default group on the device that computes: a group may have one for each kind of device, as
-    by default."""
+    """Return the backend of the default group on the device that computes: by default a group has one for each kind of
+    device."""
     names = torch_dist.get_backend_config().split(",")
     by_device = {device: name for device, _, name in (each.partition(":") for each in names)}
-    found = by_device.get("cuda") if cuda else None
+    on_cuda = by_device.get("cuda") if cuda else None
     # NCCL accepts only device tensors; other backends accept host tensors.
-    return found if found == "nccl" else by_device.get("cpu", torch_dist.get_backend())
+    return on_cuda if on_cuda == "nccl" else by_device.get("cpu", torch_dist.get_backend())
