@@ -28,8 +28,7 @@ from ..runtime.native import HostKernel, StepTensors
 
 Tensors = Sequence[torch.Tensor]
 Scalars = dict[str, float]
-"""Numbers that an optimizer keeps for a parameter besides its slots, such as the step count or NAdam's product: exact as
-Python numbers."""
+"""Numbers that an optimizer keeps for a parameter besides its slots, such as the step count: exact as Python numbers."""
 
 
 class Lion(torch.optim.Optimizer):
@@ -183,15 +182,13 @@ class SlotCodec:
         return slots
 
     def of(self, name: str, step: int, first: int) -> SlotCodec:
-        """Return the codec of parameter `name` in step number `step`; `first` is the index of this rank's first element in the
-        whole parameter."""
+        """Return the codec of parameter `name` in step number `step`; `first`: global index of this rank's first element."""
         return self
 
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
     ) -> None:
-        """Take `step` on a tile whose first element is this rank's number `first`; `views` are the tile's parts of the stored
-        arrays."""
+        """Take `step` on a tile whose first element is this rank's number `first`; `views`: its parts of the stored arrays."""
         step.tiles([master], [gradient], [views])
 
     def put(self, values: Tensors, views: Tensors, first: int) -> None:
@@ -221,8 +218,7 @@ class Kernel(ABC):
 
 
 class FusedAdam(Kernel):
-    """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; with `corrects`, the moments' bias is
-    corrected."""
+    """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; `corrects`: with bias correction."""
 
     slots: tuple[str, ...] = ADAM_SLOTS
 

@@ -170,8 +170,7 @@ class Rule:
     slots: Callable[[Kernel, Sequence[int], int], Slots] = lambda kernel, *_: kernel.slots
     """Returns a kernel's arrays for a parameter of a shape, at a world size, for the plan."""
     make: Callable[[Any, Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None
-    """Creates an optimizer of the class for a model, from groups, which keep their settings, and a config's arguments. None:
-    the class itself does."""
+    """Creates an optimizer of the class from groups, whose settings stay, and a config's arguments. None: the class does."""
 
 
 TILES = Rule(kinds=ELEMENT_WISE, kernel=kernel_for)

@@ -28,8 +28,7 @@ from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKerne
 Tiles = Generator[Tile, None, None]
 T = TypeVar("T")
 _MAX_PLANS = 16
-"""Maximum number of cached plans per parameter, on average: each step may have gradients of other parameters, or may find
-others ready together."""
+"""Maximum number of cached plans per parameter, on average: other parameters may have gradients in each step."""
 
 
 class InPlace(NamedTuple):
@@ -292,8 +291,7 @@ class OptimizerState:
         return [r for r in self.scalars if not self.is_master(r) and r.owned_numel]
 
     def refresh_parameters(self, skip: Container[str] = ()) -> None:
-        """Cast the masters of all parameters, except the arrays in `skip`, into the parameters' own rows, in memory and in the
-        store (after a load)."""
+        """Cast all masters, except the arrays in `skip`, into the parameters' own rows, in memory and store (after a load)."""
         records = [r for r in self._cast_from_masters() if model_array(r.name) not in skip]
         groups = [[model_array(r.name), *([] if r.stored_array is None else [r.stored_array])] for r in records]
         modes: dict[str, ModeName] = {r.stored_array: "fill" for r in records if r.stored_array is not None}

@@ -150,8 +150,7 @@ class Tickets:
                 self._changed.wait_for(lambda: ticket.state is not TicketState.EXPECTED or not self._is_open)
                 self._awaited = None
             may_start = self._is_open and ticket.state is TicketState.FINAL
-            # A pass that had no buffer for the record asks again.
-            return ticket if may_start or ticket.has_started else None
+            return ticket if may_start or ticket.has_started else None  # a pass that had no buffer asks again
 
     def last_read(self, records: Iterable[ParameterRecord]) -> Event:
         """Return the device's last read of any of `records`."""
@@ -233,8 +232,7 @@ class ReadGuard:
         self._tickets = tickets
         """Returns the tickets of an update in the backward that `step()` has not completed."""
         self.recomputes = False
-        """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, in which gradients
-        arrive in parts."""
+        """Whether a module ran without gradients in the model's last forward (reentrant checkpointing: gradients in parts)."""
         self.handles = [model.register_forward_pre_hook(ModuleHook(self._before_model), prepend=True)]
         record_of = {record.parameter: record for record in records}
         for name, module in model.named_modules():

@@ -359,9 +359,9 @@ class Update:
         was_inconsistent, self._is_inconsistent = self._is_inconsistent, True  # also if this is interrupted
         self.end_backward()
         self.join()
+        has_changed = in_step or any(ticket.has_started for ticket in self.tickets.of.values())
         # Another rank may have changed parameters that this one had not reached by the end of the backward.
-        has_changed = any(ticket.has_started for ticket in self.tickets.of.values())
-        has_changed = has_changed or self._gradients.has_sent or in_step
+        has_changed = has_changed or self._gradients.has_sent
         self.tickets.forget()
         self.phase = UpdatePhase.IDLE
         self._is_inconsistent = was_inconsistent or has_changed

@@ -350,8 +350,8 @@ class Training:
                 self.scaler.update(skipped)
         finally:
             if skipped and self.world.rank == 0:
-                now = f"; the loss scale was {previous_scale:g} and is {self.scaler.scale:g}"
-                scale = now if self.scaler.settings else ""
+                change = f"; the loss scale was {previous_scale:g} and is {self.scaler.scale:g}"
+                scale = change if self.scaler.settings else ""
                 _log.info("step %d skipped: its gradients are not finite%s", self.counters.global_steps, scale)
         if not skipped:
             self.optimizer.note_step()

@@ -156,8 +156,7 @@ def unpack(bucket: Bucket, matrix: torch.Tensor, values: Callable[[ParameterReco
 
 
 def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, slice]]:
-    """Yield (rows of the bucket, 0, slice of the gradient) for the whole shards, then (row, elements, slice) for a partial
-    one."""
+    """Yield (rows of the bucket, 0, gradient slice) for the whole shards, then (row, elements, slice) for a partial shard."""
     shard_numel, numel = segment.shard_numel, segment.record.numel
     whole = min(world_size, numel // shard_numel)
     if whole:
@@ -282,8 +281,7 @@ def exchanges_of(config: Config, sharding: Sharding, world: World) -> Exchanges:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """How gradients are averaged over ranks, and where they wait for the update. The bits depend only on `types` and
-    `exchanges`."""
+    """How gradients are averaged over ranks and wait for the update. The bits depend only on `types` and `exchanges`."""
 
     each_backward: bool
     """Reduce gradients in each backward as they arrive, and keep this rank's rows (stages 2 and 3); else keep whole
@@ -353,8 +351,7 @@ def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
 def _grouped(
     gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int
 ) -> Iterator[tuple[list[torch.Tensor], torch.dtype]]:
-    """Yield groups of pieces of gradients, 1-D, each group of at most `limit_numel` elements and of one type; a piece of a
-    large gradient is a separate group."""
+    """Yield groups of pieces of gradients, 1-D, of at most `limit_numel` elements and one type; large gradients separately."""
     small: list[torch.Tensor] = []
     remaining, small_dtype = 0, torch.float32
     for gradient, dtype in gradients:
@@ -376,8 +373,7 @@ def _grouped(
 def mean_in_place(
     world: World, gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int, *, overlap: bool
 ) -> int:
-    """Replace gradients, 1-D, with their mean over two ranks, sent in the given types; return how many reductions
-    overlapped."""
+    """Replace gradients, 1-D, with their mean over two ranks, sent in these types; return how many reductions overlapped."""
     pending: deque[tuple[list[torch.Tensor], torch.Tensor, Work]] = deque()
     overlapped = 0
 

@@ -9,10 +9,9 @@ send    starts the collectives, in the same order on every rank: only the main t
 finish  waits until `full` of every record is filled.
 
 Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part
-nevertheless, so no other rank waits for it, and all ranks raise, as they do if they gather different units. While an order
-is recorded the header is received before anything else is sent, since collectives of different sizes would end the process.
-On CUDA headers are copied to the host in the background, and checked when the iteration ends, or before an update in the
-backward.
+nevertheless, so no other rank waits for it; all ranks raise, as they do if they gather different units. While an order is
+recorded the header is received before anything else is sent, since collectives of different sizes would end the process. On
+CUDA headers are copied to the host in the background, and checked when the iteration ends, or before an update in the backward.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class RowGather(PendingGather):
 
 
 class Fetcher:
-    """Executes fetches of parameters whose rows may be in `store`. `pool` has buffers for reads from disk; None: the store
-    has no rows."""
+    """Executes fetches of parameters whose rows may be in `store`; `pool` has buffers for reads from disk (None: no rows)."""
 
     def __init__(
         self,
@@ -129,8 +127,7 @@ class Fetcher:
         self._diverged = False
         """Whether ranks have gathered different units, so that pending collectives may never complete."""
         self.ready: Callable[[Sequence[ParameterRecord], bool], bool] = lambda records, wait: True
-        """Returns whether the last step has updated the rows of these records; with the flag set it waits for that. Safe to
-        call from any thread."""
+        """Returns whether the last step has updated these records' rows; with the flag, waits for that (any thread)."""
         self.last_copy: Copy | None = None
         """The last copy to the device, which the host has not waited for."""
         self.read_bytes = 0

@@ -38,8 +38,7 @@ def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
 
 @dataclass(eq=False, repr=False)
 class SumOfSquares:
-    """The pending sum of squares of a shard's elements, from `begin_squares`. Any thread may ask for it, before values in host
-    memory change."""
+    """The pending sum of squares of a shard, from `begin_squares`; any thread may ask for it before the host's values change."""
 
     _transfers: Transfers
     _values: torch.Tensor | None

@@ -27,8 +27,7 @@ _MAX_PENDING_BYTES = 64 * 1024 * 1024
 
 
 class GradientSpill:
-    """Rows of gradients on disk. `arrays` has the array of each record; a wider one replaces it there. Used from one
-    thread."""
+    """Rows of gradients on disk, used from one thread; `arrays` has each record's array, which a wider one may replace."""
 
     def __init__(self, store: Store, arrays: MutableMapping[ParameterRecord, str], transfers: Transfers) -> None:
         self._store = store
@@ -74,8 +73,7 @@ class GradientSpill:
         self._pending.append((self._workers.submit(write), nbytes))
 
     def _widen(self, record: ParameterRecord, dtype: torch.dtype, *, on_host: bool) -> torch.Tensor | None:
-        """Ensure that the array of a parameter can hold values of `dtype`. Returns the rows of this step if they were in a
-        narrower array."""
+        """Replace the array of a parameter if it is too narrow for `dtype`; return this step's rows in it, if any."""
         narrower = self._store.spec(self._arrays[record])
         if not is_narrower(getattr(torch, narrower.dtype), dtype):
             return None

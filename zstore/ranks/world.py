@@ -52,8 +52,7 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 class Work:
-    """A running collective, which counts how long it took and how long callers waited for it; with `work` None there is
-    nothing to do.
+    """A running collective, which counts how long it took and how long callers waited for it; None: nothing to do.
 
     On CUDA a wait stalls the stream and not this thread, so only the host's time is counted there.
     """
@@ -106,8 +105,7 @@ class World:
     watch: Watch = field(default_factory=Watch)
     """Fails all ranks if one fails, once it has been started; worlds of one run share it."""
     messages: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """By topic, returns what this rank sends to all ranks with each `raise_together` without an error: a few bytes of JSON
-    data, or None for nothing."""
+    """By topic, returns the JSON data that this rank sends with each `raise_together` without an error; None: nothing."""
     received: dict[str, list[Any]] = field(default_factory=dict)
     """By topic, the messages of all ranks that sent one in the last exchange: the same on all ranks after the same call."""
     group_peers: int | None = None
@@ -430,8 +428,7 @@ def cuda_device(local_rank: int) -> torch.device:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Return the CPU's features by torch's names: `torch.cpu.get_capabilities`, or in torch 2.9, which lacks that, those that
-    zstore needs."""
+    """Return the CPU's features by torch's names: `torch.cpu.get_capabilities`; in torch 2.9, which lacks that, a part."""
     if hasattr(torch.cpu, "get_capabilities"):
         return torch.cpu.get_capabilities()
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\nflags")[2].partition("\n")[0].split()
@@ -440,8 +437,7 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def _backend(cuda: bool) -> str:
-    """Return the backend of the default group on the device that computes: by default a group has one for each kind of
-    device."""
+    """Return the default group's backend for the device that computes (by default a group has one per kind of device)."""
     names = torch_dist.get_backend_config().split(",")
     by_device = {device: name for device, _, name in (each.partition(":") for each in names)}
     on_cuda = by_device.get("cuda") if cuda else None
