@@ -38,7 +38,7 @@ def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
 
 @dataclass(eq=False, repr=False)
 class SumOfSquares:
-    """The pending sum of squares of a shard, from `begin_squares`; any thread may ask for it before the host's values change."""
+    """The pending sum of squares of a shard, from `begin_squares`; for any thread, before values on the host change."""
 
     _transfers: Transfers
     _values: torch.Tensor | None
