@@ -76,8 +76,8 @@ class OptimizerState:
         """Arrays of the gradients that wait for the update on disk, by parameter."""
         self.plans: dict[Any, Any] = {}
         """Cached results of `planned`; cleared when kernels change or memory is taken away."""
-        self._layout_generation = 0
-        """The store's layout generation that they belong to."""
+        self._layout_generation = self._num_planned = 0
+        """The store's layout generation that they belong to, and the length of their keys."""
         self._own_masters: set[ParameterRecord] = set()
         """Parameters that are their own fp32 masters; tiers and types do not imply it, since `offload_states` moves arrays."""
 
@@ -240,12 +240,14 @@ class OptimizerState:
         """Return the result of `make` for `key`, cached as long as it `fits` and the store is not rearranged."""
         if self._layout_generation != self.store.layout_generation:
             self.plans.clear()
-            self._layout_generation = self.store.layout_generation
+            self._layout_generation, self._num_planned = self.store.layout_generation, 0
         plan: T | None = self.plans.get(key)
         if plan is None or not fits(plan):
-            if sum(map(len, self.plans)) > _MAX_PLANS * (len(self.scalars) + _MAX_PLANS):
+            if self._num_planned > _MAX_PLANS * (len(self.scalars) + _MAX_PLANS):
                 self.plans.clear()  # the plan of a prefetched update stays alive
+                self._num_planned = 0
             plan = self.plans[key] = make()
+            self._num_planned += len(key)
         return plan
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:

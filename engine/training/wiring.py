@@ -95,12 +95,13 @@ def wire(
         if sharding.parameters:
             sharded = ShardedUnits(units, config, store, transfers, world=world, exchanges=exchanges)
             hooks = UnitHooks(model, sharded)
+        rules = _gradient_rules(state, plan, config, sharding, world, exchanges)
         gradients = Gradients(
             units,
             # These get gradients that are not needed.
             [record.parameter for record in state.records if record.group is None],
             world,
-            rules := _gradient_rules(state, plan, config, sharding, world, exchanges),
+            rules,
             transfers,
             spill=state.gradient_spill() if rules.each_backward and state.spilled else None,
             arrived=None if hooks is None else hooks.arrived,
