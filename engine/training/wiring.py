@@ -80,8 +80,10 @@ def wire(
         if plan.packs_small:
             store.share_files()
         layout = Layout(config, sharding, built, plan)
-        add = partial(state.add, types=gradient_types(config, world.world_size, PRECISIONS))
-        records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], add)
+        records = layout.lay_out_all(
+            [(*name, groups.get(name[2])) for name in names],
+            partial(state.add, types=gradient_types(config, world.world_size, PRECISIONS)),
+        )
         built.end()
         warn_of_fallbacks(store, world)
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
