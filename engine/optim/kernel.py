@@ -376,9 +376,7 @@ class _TorchStep(ParameterStep):
         self._after = self._kernel.tiles(self._before, masters, gradients, slots)
 
     def scalars(self) -> Scalars:
-        if (
-            self._after is self._before
-        ):  # no tile has been stepped, or this rank has no rows: any element gives the same
+        if self._after is self._before:  # no tile has been stepped, or this rank has no rows: any element will do
             self._after = self._kernel.probe(self._before)
         return self._after
 

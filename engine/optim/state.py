@@ -66,10 +66,8 @@ class OptimizerState:
         """The kernel for state in host memory; None: torch's kernel, or there is no such state."""
         self.host_ranks = host_ranks
         self.kernels = kernels
-        self.records: list[ParameterRecord] = []
-        """All parameters, in order."""
         self.array_names: dict[ParameterRecord, list[str]] = {}
-        """Arrays of each parameter in a checkpoint: the master (or the untrained parameter), and the kernel's slots."""
+        """Arrays in a checkpoint, by parameter, in order: the master (or the untrained parameter), and the kernel's slots."""
         self.scalars: dict[ParameterRecord, Scalars] = {}
         """Step counts and similar scalars of each parameter that the optimizer updates, in order."""
         self.spilled: dict[ParameterRecord, str] = {}
@@ -80,6 +78,11 @@ class OptimizerState:
         """The store's layout generation that they belong to, and the length of their keys."""
         self._own_masters: set[ParameterRecord] = set()
         """Parameters that are their own fp32 masters; tiers and types do not imply it, since `offload_states` moves arrays."""
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        """All parameters, in order."""
+        return list(self.array_names)
 
     def gradient_spill(self) -> GradientSpill:
         """Return the access to gradients that wait on disk, each in its array of `spilled`."""
@@ -101,7 +104,6 @@ class OptimizerState:
         waits on disk has the planned type of `types`. With `owns_fp32` an fp32 parameter is its own master wherever its
         slots are.
         """
-        self.records.append(record)
         slots = self.slots_of(record)
         self.array_names[record] = [model_array(record.name), *(optimizer_array(s.name, record.name) for s in slots)]
         offloaded = placement.parameter != "device"
@@ -131,10 +133,8 @@ class OptimizerState:
             if slot.shape is None:
                 self._create(record, name, slot.dtype, placement.state)
                 continue
-            spec, grid = (
-                replace(record.spec(name, slot.dtype), shape=slot.shape),
-                self.state_grid_of(record, slot.shape),
-            )
+            spec = replace(record.spec(name, slot.dtype), shape=slot.shape)
+            grid = self.state_grid_of(record, slot.shape)
             self.store.create(spec, grid=grid, shard=record.state_shard, tier=placement.state)
         self.scalars[record] = self.kernels[record.group].initial()
         if placement.gradient == "disk":

@@ -55,7 +55,6 @@ class LocalState:
             if record.group == number:
                 for array in self.arrays.array_names.pop(record):
                     self.arrays.store.remove(array)
-                self.arrays.records.remove(record)
                 del self.records[parameter], self.arrays.scalars[record]
                 self._names.discard(record.name)
         del self.kernels[number:]
