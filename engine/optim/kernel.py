@@ -28,7 +28,7 @@ from ..runtime.native import HostKernel, StepTensors
 
 Tensors = Sequence[torch.Tensor]
 Scalars = dict[str, float]
-"""Numbers that an optimizer keeps for a parameter besides its slots, such as the step count: exact as Python numbers."""
+"""Numbers that an optimizer keeps for a parameter besides slots, as the step count: exact as Python numbers."""
 
 
 class Lion(torch.optim.Optimizer):
@@ -37,8 +37,8 @@ class Lion(torch.optim.Optimizer):
     `moment = beta2 * moment + (1 - beta2) * gradient`. Weight decay is decoupled: weights are first multiplied by
     `1 - lr * weight_decay`.
 
-    Each element is updated independently, so it works at every stage and tier. Its learning rate is usually a third to a
-    tenth of AdamW's.
+    Each element is updated independently, so it works at every stage and tier. Its learning rate is usually a third to
+    a tenth of AdamW's.
     """
 
     def __init__(
@@ -143,15 +143,15 @@ def _copy(value: Any) -> Any:
 
 
 class ParameterStep:
-    """One step of one parameter, or of several with the same scalars, tile by tile; `after` are the scalars after it. The
-    base class is for steppers of whole tensors, and takes no tiles."""
+    """One step of one parameter, or of several with the same scalars, tile by tile; `after` are the scalars after it.
+    The base class is for steppers of whole tensors, and takes no tiles."""
 
     def __init__(self, after: Scalars) -> None:
         self._after = after
 
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
-        """Update tiles of several parameters on one device in place, 1-D and fp32; each gets the same bits as if updated alone.
-        May change the gradients too."""
+        """Update tiles of several parameters on one device in place, 1-D and fp32; each gets the bits that it would get
+        alone. May change the gradients too."""
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
     def scalars(self) -> Scalars:
@@ -172,7 +172,7 @@ class SlotArray:
 
 
 class SlotCodec:
-    """How the slots of a parameter are stored, tile by tile; this one stores them unchanged. See `rules.codecs` for others."""
+    """How the slots of a parameter are stored, tile by tile: this one stores them unchanged; `rules.codecs` has others."""
 
     is_plain = True
     """Whether slots are stored unchanged."""
@@ -182,13 +182,13 @@ class SlotCodec:
         return slots
 
     def of(self, name: str, step: int, first: int) -> SlotCodec:
-        """Return the codec of parameter `name` in step number `step`; `first`: global index of this rank's first element."""
+        """Return the codec of parameter `name` in a step; `first`: global index of this rank's first element."""
         return self
 
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
     ) -> None:
-        """Take `step` on a tile whose first element is this rank's number `first`; `views`: its parts of the stored arrays."""
+        """Take `step` on a tile from this rank's element number `first` on; `views`: its parts of the stored arrays."""
         step.tiles([master], [gradient], [views])
 
     def put(self, values: Tensors, views: Tensors, first: int) -> None:
@@ -204,8 +204,8 @@ class Kernel(ABC):
     """Names of its arrays for each parameter."""
 
     def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        """Return its arrays for a parameter of `shape`, of which this rank owns `numel` elements, in the order of `slots`.
-        By default they are in fp32 and have the parameter's shape."""
+        """Return its arrays for a parameter of `shape`, of which this rank owns `numel` elements, in the order of
+        `slots`. By default they are in fp32 and have the parameter's shape."""
         return [SlotArray(name, entry=name) for name in self.slots]
 
     @abstractmethod
@@ -322,8 +322,8 @@ class TorchKernel(Kernel):
         return _TorchStep(self, scalars)
 
     def tiles(self, scalars: Scalars, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> Scalars:
-        """Step a proxy for each tile, in one step of the optimizer class, which processes tensors on a device together; return
-        the scalars after it, the same for every tile."""
+        """Step a proxy for each tile, in one step of the optimizer class, which processes tensors on a device together;
+        return the scalars after it, the same for every tile."""
         group = self._optimizer.param_groups[0]
         group["params"] = [self._proxy, *map(torch.nn.Parameter, masters[1:])]
         for proxy, master, gradient, views in zip(group["params"], masters, gradients, slots, strict=True):

@@ -29,8 +29,8 @@ class LossScaler:
     """Factor of the loss; call `update` after every step. `settings` None: the factor is 1 and never changes.
 
     A dynamic scale halves at the `hysteresis`-th overflow, and from then on at every overflow, until the hysteresis
-    is restored: when the scale doubles, or with `consecutive_hysteresis` by any step without overflow. It doubles at a step
-    without overflow if a multiple of `loss_scale_window` such steps precede it since the last overflow. Source of the rules:
+    is restored: when the scale doubles, or with `consecutive_hysteresis` by any step without overflow. It doubles at a
+    step without overflow if a multiple of `loss_scale_window` such steps precede it since the last overflow. Source:
     DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py of 0.19).
     """
 
@@ -51,8 +51,8 @@ class LossScaler:
             self.hysteresis_left = self.settings.hysteresis
 
     def accepts(self, norm: float, step: int, changed: str) -> bool:
-        """Return whether step number `step` is taken with gradients of this norm; otherwise it is skipped. By policy, raises
-        NonFiniteError, which says what has been `changed`."""
+        """Return whether step number `step` is taken with gradients of this norm; otherwise it is skipped. By policy,
+        raises NonFiniteError, which says what has been `changed`."""
         if math.isfinite(norm) or self.non_finite == "apply":
             return True
         if self.non_finite == "error":
@@ -64,7 +64,7 @@ class LossScaler:
         return False
 
     def update(self, overflow: bool) -> None:
-        """Record a step. Raises NonFiniteError at an overflow with the scale at its minimum, if the config asks for that."""
+        """Record a step. If configured, raises NonFiniteError at an overflow with the scale at its minimum."""
         settings = self.settings
         if settings is None or settings.loss_scale:
             return
@@ -96,7 +96,7 @@ class LossScaler:
         return {name: getattr(self, name) for name in _STATE}
 
     def rules(self) -> dict[str, Any] | None:
-        """Return the settings of a dynamic scale, for software that continues from the checkpoint; None if it is constant."""
+        """Return the settings of a dynamic scale, for software that loads the checkpoint; None if it is constant."""
         if self.settings is None or self.settings.loss_scale:
             return None
         return {name: getattr(self.settings, name) for name in _RULES}
@@ -172,7 +172,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             self.step()
             if not self._client_steps:
-                # No parameter has a gradient now, so this changes nothing; a scheduler of the client's object counts it.
+                # No parameter has a gradient now: this changes nothing, but a scheduler of the client's object counts it.
                 self.client.step()
         finally:
             self._in_engine_step = False

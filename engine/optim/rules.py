@@ -5,11 +5,11 @@ A rule names optimizer classes and has the kernel for each of their parameter gr
 steps run over tiles. `register` adds further rules, such as those in `engine/extras`.
 
 [Note: the client's own step]
-An optimizer that is not known to update each element independently cannot run over tiles. If every rank's device has all
-state (stage 0 without offload) the client's own object takes the step. Meanwhile each parameter with a gradient is its fp32
-master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast into the parameter's
-memory. The object keeps its state itself, which may have any shape; a checkpoint stores it with the client's state, by
-parameter name. Every rank takes the same step.
+An optimizer that is not known to update each element independently cannot run over tiles. If every rank's device has
+all state (stage 0 without offload) the client's own object takes the step. Meanwhile each parameter with a gradient is
+its fp32 master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast into the
+parameter's memory. The object keeps its state itself, which may have any shape; a checkpoint stores it with the client's
+state, by parameter name. Every rank takes the same step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Stepper(ABC):
         return []
 
     def averaged(self) -> set[ParameterRecord]:
-        """Begin a step, if it `owns_gradients`; return the parameters whose gradients the engine averages over the ranks."""
+        """Begin a step, if it `owns_gradients`; return the parameters whose gradients the engine averages over ranks."""
         return set()
 
     def agreed_norm(self, norm: float) -> float:
@@ -170,7 +170,7 @@ class Rule:
     slots: Callable[[Kernel, Sequence[int], int], Slots] = lambda kernel, *_: kernel.slots
     """Returns a kernel's arrays for a parameter of a shape, at a world size, for the plan."""
     make: Callable[[Any, Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None
-    """Creates an optimizer of the class from groups, whose settings stay, and a config's arguments. None: the class does."""
+    """Creates an optimizer from groups, which keep their settings, and a config's arguments. None: the class does."""
 
 
 TILES = Rule(kinds=ELEMENT_WISE, kernel=kernel_for)
@@ -202,14 +202,14 @@ def classes() -> dict[str, Kind]:
 
 
 def rule_of(kind: Kind, *, whole: bool = False) -> Rule:
-    """Return the rule of a class. An optimizer without a rule takes its own steps if every rank's device has the `whole` state;
-    else it gets the rule of tiles, whose kernel refuses it."""
+    """Return the rule of a class. An optimizer without a rule takes its own steps if every rank's device has the `whole`
+    state; else it gets the rule of tiles, whose kernel refuses it."""
     return _rules.get(kind, CLIENT if whole else TILES)
 
 
 def check_client(client: torch.optim.Optimizer, config: Config) -> None:
-    """Raise UsageError if the client's own object cannot take the steps: its step needs a closure, although the engine has run
-    forward and backward before it, or the config does not allow it."""
+    """Raise UsageError if the client's own object cannot take the steps: its step needs a closure, although the engine
+    has run forward and backward before it, or the config does not allow it."""
     closure = inspect.signature(type(client).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(

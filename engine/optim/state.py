@@ -44,8 +44,8 @@ class InPlace(NamedTuple):
 
 
 class OptimizerState:
-    """This rank's arrays. `kernels` has one entry per parameter group; `codec` says how slots are stored; `host_ranks` ranks
-    share the cores for the host kernel (0: state in host memory is updated by torch's kernel)."""
+    """This rank's arrays. `kernels` has one entry per parameter group; `codec` says how slots are stored; `host_ranks`
+    ranks share the cores for the host kernel (0: state in host memory is updated by torch's kernel)."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class OptimizerState:
         self.host_ranks = host_ranks
         self.kernels = kernels
         self.array_names: dict[ParameterRecord, list[str]] = {}
-        """Arrays in a checkpoint, by parameter, in order: the master (or the untrained parameter), and the kernel's slots."""
+        """Arrays in a checkpoint, by parameter, in order: the master (or the untrained parameter), then the slots."""
         self.scalars: dict[ParameterRecord, Scalars] = {}
         """Step counts and similar scalars of each parameter that the optimizer updates, in order."""
         self.spilled: dict[ParameterRecord, str] = {}
@@ -77,7 +77,7 @@ class OptimizerState:
         self._layout_generation = self._num_planned = 0
         """The store's layout generation that they belong to, and the length of their keys."""
         self._own_masters: set[ParameterRecord] = set()
-        """Parameters that are their own fp32 masters; tiers and types do not imply it, since `offload_states` moves arrays."""
+        """Parameters that are their own fp32 masters; tiers do not imply it, since `offload_states` moves arrays."""
 
     @property
     def records(self) -> list[ParameterRecord]:
@@ -142,7 +142,7 @@ class OptimizerState:
             self.spilled[record] = self._create(record, "gradient", dtype, "disk")
 
     def use_in_place(self, record: ParameterRecord) -> None:
-        """Let a released parameter be used in place, if this rank has all its rows in memory in which the device computes."""
+        """Use a released parameter in place, if this rank has all its rows in memory in which the device computes."""
         has_all_rows = record.world_size == 1 and self.transfers.streams.device_is_host
         if has_all_rows and record.stored_array is not None and self.store.tier(record.stored_array).name == "host":
             record.use_in_place(as_torch(self.store.memory(record.stored_array)))
@@ -251,8 +251,8 @@ class OptimizerState:
         return plan
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
-        """Return the arrays of a trained parameter if they are in one memory and its kernel takes several parameters at once:
-        torch's fused kernel does so anywhere, its other optimizers on a device."""
+        """Return the arrays of a trained parameter if they are in one memory and its kernel takes several parameters at
+        once: torch's fused kernel does so anywhere, its other optimizers on a device."""
         names = list(self.all_arrays(record))
         kernel = self.kernel_of(record)[0]
         takes_lists = isinstance(kernel, FusedAdam | TorchKernel)
@@ -284,8 +284,8 @@ class OptimizerState:
         return modes
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:
-        """Return the parameters' own rows that are cast from masters and are in host memory, where any thread may write to
-        them, by the name of the master's array."""
+        """Return the parameters' own rows that are cast from masters and are in host memory, where any thread may write
+        to them, by the name of the master's array."""
         all_rows = {model_array(r.name): r.owned() for r in self._cast_from_masters() if r.stored_array is None}
         return {name: rows for name, rows in all_rows.items() if rows.device.type == "cpu"}
 
@@ -293,7 +293,7 @@ class OptimizerState:
         return [r for r in self.scalars if not self.is_master(r) and r.owned_numel]
 
     def refresh_parameters(self, skip: Container[str] = ()) -> None:
-        """Cast all masters, except the arrays in `skip`, into the parameters' own rows, in memory and store (after a load)."""
+        """Cast all masters, except arrays in `skip`, into the parameters' own rows, in memory and store (after a load)."""
         records = [r for r in self._cast_from_masters() if model_array(r.name) not in skip]
         groups = [[model_array(r.name), *([] if r.stored_array is None else [r.stored_array])] for r in records]
         modes: dict[str, ModeName] = {r.stored_array: "fill" for r in records if r.stored_array is not None}
@@ -306,8 +306,8 @@ class OptimizerState:
                 self.transfers.copy_into(rows, as_torch(tile.views[0]))
 
     def follow_parameters(self, records: Sequence[ParameterRecord]) -> None:
-        """Copy what other code wrote to resident parameters into their separate masters, each rank its own rows: an element
-        that differs from its cast master replaces the master; other masters keep the digits that the parameter lacks."""
+        """Copy what other code wrote to resident parameters into their separate masters, each rank its own rows: an
+        element that differs from its cast master replaces that; other masters keep the digits that the parameter lacks."""
         with self.open_pass([[model_array(record.name)] for record in records], "update") as tiles:
             for tile in tiles:
                 master, rows = as_torch(tile.views[0]), records[tile.group].owned()[tile.first : tile.stop]

@@ -4,12 +4,12 @@
 The update processes the parameters in the order in which their gradients are expected, each once its gradient is final. It
 starts nothing more when the backward is over: `step()` updates the others, or starts their update in the background.
 
-A read of a parameter after its update has started would give other bits than in the other modes. So it is an error:
-a node of the graph that saved the parameter finds another version counter, and `ReadGuard` detects a module that is called
+A read of a parameter after its update has started would give other bits than in the other modes. So it is an error: a
+node of the graph that saved the parameter finds another version counter, and `ReadGuard` detects a module that is called
 again, for recomputation in the backward or in a forward before `step()`.
 
-A gradient is freed when its update takes it. Gradients of offloaded state wait in host memory if the budget holds them, and
-never block the backward; of other gradients no more than a few units' are pending: then the backward waits for the update.
+A gradient is freed when its update takes it. Gradients of offloaded state wait in host memory if the budget holds them,
+and never block the backward; of other gradients no more than a few units' are pending: then the backward waits.
 The changes are final: an abandoned update does not undo them.
 """
 
@@ -98,7 +98,7 @@ class Tickets:
         """Units whose gradients have been handed over."""
 
     def begin(self, records: Iterable[ParameterRecord], max_pending_bytes: float, *, in_backward: bool) -> None:
-        """Begin an update of `records`: in the background, or in a backward, with a limit on the bytes of pending gradients."""
+        """Begin an update of `records`: in the background, or in a backward, with a limit on pending gradients."""
         state = TicketState.EXPECTED if in_backward else TicketState.RUNNING
         with self._changed:
             self.of.clear()
@@ -140,8 +140,8 @@ class Tickets:
             self._changed.notify_all()
 
     def find(self, record: ParameterRecord, *, wait: bool) -> UpdateTicket | None:
-        """Return the ticket of a record whose update may start; with `wait`, wait until its gradient is final. Return None if
-        it is not final, or the backward is over."""
+        """Return the ticket of a record whose update may start; with `wait`, wait until its gradient is final. Return None
+        if it is not final, or the backward is over."""
         with self._changed:
             ticket = self.of[record]
             if wait:
@@ -190,7 +190,7 @@ class Tickets:
             pin.resolve(self._state.store, error)
 
     def wait_for(self, records: Iterable[ParameterRecord], wait: bool = True) -> bool:
-        """Return whether no update of `records` is running; with `wait`, wait for that. Raises the error that ended the update.
+        """Return whether no update of `records` is running; with `wait`, wait for that. Raises an error of the update.
 
         A record whose update may start later does not count: until then the backward may read the parameter.
         """
@@ -232,7 +232,7 @@ class ReadGuard:
         self._tickets = tickets
         """Returns the tickets of an update in the backward that `step()` has not completed."""
         self.recomputes = False
-        """Whether a module ran without gradients in the model's last forward (reentrant checkpointing: gradients in parts)."""
+        """Whether a module ran without gradients in the last forward (reentrant checkpointing: gradients in parts)."""
         self.handles = [model.register_forward_pre_hook(ModuleHook(self._before_model), prepend=True)]
         record_of = {record.parameter: record for record in records}
         for name, module in model.named_modules():

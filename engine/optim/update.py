@@ -13,10 +13,10 @@ All modes are bit-identical: they run the same `Changes`, only at different time
 in every call that waits for the update, and the state is torn from then on. docs/design/0005-step.md lists all failures.
 
 [Note: which state is consistent]
-The state becomes torn (neither trained nor saved until a load replaces it) after an error inside `changing` (an update in
-`step()`, a caller's write, a load) and after an error of an update in the background: on other ranks, once they have agreed
-on its outcome. A backward that fails, or a `step()` that fails before its update, leaves the previous step's state, unless
-an update was running in the backward: then the state is torn if that changed anything on any rank, and always in `step()`.
+The state becomes torn (neither trained nor saved until a load replaces it) after an error inside `changing` (an update
+in `step()`, a caller's write, a load) and after an error of an update in the background: on other ranks, once they have
+agreed on its outcome. A backward that fails, or a `step()` that fails before its update, leaves the previous step's state,
+unless an update was running in the backward: then it is torn if any rank changed anything, and always in `step()`.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Update:
         """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
         self.phase = UpdatePhase.IDLE
         self._is_agreed = True
-        """Whether the ranks have exchanged the outcome of the last update in the background. They may do so at the end of the
-        next backward, in any phase."""
+        """Whether the ranks have exchanged the outcome of the last update in the background. They may do so at the end of
+        the next backward, in any phase."""
         self._settings: StepSettings | None = None
         """Settings of the last update in a backward."""
         self.tickets = Tickets(state)
@@ -220,7 +220,7 @@ class Update:
         if self.tickets.error is not None:
             raise self.tickets.error
         if self._workers is None:
-            # A daemon thread: at exit the interpreter would join any other, which may wait for a backward that never comes.
+            # A daemon thread: the interpreter would join any other at exit, although its backward may never come.
             self._workers = Workers(1, "zstore-update")
             # Start this thread's OpenMP team: once oversubscribed, idle OpenMP threads stop spinning on its cores.
             self._workers.submit(lambda: torch.ones(torch.get_num_threads() << 15).mul_(1.0))
@@ -241,7 +241,7 @@ class Update:
         self.tickets.end(error, forget=not in_backward)
 
     def join(self) -> None:
-        """Wait until the thread has ended its update. Ctrl-C ends only the wait: the update continues, the next call waits."""
+        """Wait until the thread has ended its update. Ctrl-C ends only the wait: the next call waits again."""
         if self._running is not None:
             self._running.wait_for_end()
             self._running = None
@@ -252,7 +252,7 @@ class Update:
         self.agree()
 
     def drain(self) -> None:
-        """Wait for an update in the background on this rank; the caller calls `agree` next (a single rank agrees here)."""
+        """Wait for an update in the background on this rank; the caller calls `agree` next (one rank alone does here)."""
         if self.phase is UpdatePhase.IN_BACKGROUND:
             self.join()
             if self.world.world_size == 1:
@@ -293,9 +293,9 @@ class Update:
             self.guard.remove()
 
     def start_in_backward(self, settings: StepSettings) -> None:
-        """Start an update in step mode `backward`, which takes each record once its gradient is final (before the backward).
+        """Start an update in step mode `backward`, before the backward; it takes each record once its gradient is final.
 
-        If the previous update failed on this rank, this starts none; all ranks raise its error at the end of the backward.
+        If the previous update failed on this rank, this starts none; all ranks raise its error after the backward.
         """
         if self.is_in_backward:
             raise UsageError(
@@ -333,7 +333,7 @@ class Update:
             self._gradients.step.on_final = None
 
     def _admit(self, record: ParameterRecord, wait: bool) -> bool:
-        """Return whether a gradient is final; with `wait`, block until it is, or the backward ends (update's thread)."""
+        """Return whether a gradient is final; with `wait`, block until it is or the backward ends (update's thread)."""
         ticket = self.tickets.find(record, wait=wait)
         if ticket is None or ticket.has_started:
             return ticket is not None
@@ -352,8 +352,8 @@ class Update:
         return rows
 
     def abandon(self, *, in_step: bool = False) -> bool:
-        """Abandon an update in a backward (`in_step`: of a failed step) once the changes that it has started are complete;
-        return whether the state is now inconsistent."""
+        """Abandon an update in a backward (`in_step`: of a failed step) once the changes that it has started are
+        complete; return whether the state is now inconsistent."""
         if not self.is_in_backward:
             return False
         was_inconsistent, self._is_inconsistent = self._is_inconsistent, True  # also if this is interrupted

@@ -2,13 +2,13 @@
 
 [Note: the memory of a parameter]
 `full` is a 1-D alias of the gathered memory: writing through it does not increment the parameter's version, so autograd
-accepts tensors saved earlier. When a sharded parameter (stage 3) is released, that storage is resized to zero, and gathering
-fills the same storage again, since saved tensors alias it. If all rows are stored in memory in which the device computes,
-that memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
+accepts tensors saved earlier. When a sharded parameter (stage 3) is released, that storage is resized to zero, and
+gathering fills the same storage again, since saved tensors alias it. If all rows are stored in memory in which the device
+computes, that memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
 
 A released parameter is a `ReleasedParameter`, also while it is prefetched or kept: torch passes it every operation on the
-parameter, and it gathers first (`on_read`) or raises. Its memory is a stride-0 view of one NaN with its shape and type, for
-C++ that bypasses Python: empty storage would crash the process.
+parameter, and it gathers first (`on_read`) or raises. Its memory is a stride-0 view of one NaN with its shape and type,
+for C++ that bypasses Python: empty storage would crash the process.
 
 Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in an array of the store. Gathered
 memory and `shard` have room for the padding of the grid: rows are sent without a copy.
@@ -93,8 +93,8 @@ class ParameterRecord:
     """Whether `full` is the memory of the rows in the store."""
     residency: Residency = Residency.RESIDENT
     on_read: Callable[[ParameterRecord, Any], EndRead | None] | None = None
-    """Gathers the released parameter for an operation (a function of torch), or raises UsageError; may return a function to
-    call with the operation's output. None: it cannot be gathered."""
+    """Gathers the released parameter for an operation (a function of torch), or raises UsageError; may return a function
+    to call with the operation's output. None: it cannot be gathered."""
     gather_for_copy: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
     """Gathers released parameters to copy them; None: one rank alone cannot."""
     detaches_empty: bool = False
@@ -102,7 +102,7 @@ class ParameterRecord:
     is_rounded: bool = False
     """Whether the values were gathered as small integers: this rank's part of them differs from its stored rows."""
     address: int = field(init=False)
-    """Address of the values that the engine gave the parameter; if the parameter has another, other code replaced them."""
+    """Address of the values that the engine gave the parameter; if it has others, other code replaced them."""
     shape: torch.Size = field(init=False)
     """The shape that the parameter had at first, likewise."""
     version: int = field(init=False)
@@ -183,7 +183,7 @@ class ParameterRecord:
             return torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
 
     def use_in_place(self, memory: torch.Tensor | None) -> None:
-        """Use 1-D `memory`, which stores all rows of a released parameter, as `full`; None: give `full` separate memory."""
+        """Use 1-D `memory`, which stores all rows of a released parameter, as `full`; None: use separate memory."""
         self.release()
         self.is_in_place = memory is not None
         self.full = self.new_full() if memory is None else memory
@@ -260,8 +260,8 @@ class ParameterRecord:
 class ReleasedParameter(nn.Parameter):
     """A parameter without its values. See [Note: the memory of a parameter].
 
-    An operation that needs them gathers it by its record's `on_read`, and then runs on an ordinary parameter. Shape, type,
-    gradient and hooks need no values. A copy is an ordinary parameter with the values.
+    An operation that needs them gathers it by its record's `on_read`, and then runs on an ordinary parameter. Shape,
+    type, gradient and hooks need no values. A copy is an ordinary parameter with the values.
     """
 
     record: ParameterRecord

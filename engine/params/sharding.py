@@ -1,5 +1,5 @@
 """The partition of the training state: over the ranks, by ZeRO stage, with the types of gradients; and into units of
-parameters that are gathered together. Pure: reads a module tree, changes nothing. Only functions import torch: plans do not.
+parameters that are gathered together. Pure: reads a module tree, changes nothing. Only functions import torch.
 
 [Note: types of gradients]
 Autograd makes a gradient in the parameter's type. The mean over ranks is summed in fp32, and rounded once to the type in which
@@ -197,7 +197,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def modules_of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Return the modules of `model` of these classes: types, including subclasses, or names, short or with their module."""
+    """Return the modules of `model` of these classes: types, with subclasses, or names, short or with their module."""
     kinds = tuple(kind for kind in classes if isinstance(kind, type))
     names = {kind for kind in classes if isinstance(kind, str)}
     return [

@@ -97,7 +97,7 @@ class Training:
             )
 
     def compile(self, compiler: Compiler) -> None:
-        """Compile the model, or its units if parameters are gathered and released; what is compiled already is recompiled."""
+        """Compile the model, or its units if parameters are gathered and released; may be called again."""
         if self.activations is not None:
             self.activations.stay_out_of_graphs()
         if self.hooks is None:
@@ -109,15 +109,15 @@ class Training:
 
     def require_not_offloaded(self, call: str, states: tuple[str, ...] | None = None) -> None:
         """Raise UsageError for a call that needs `states`, by default all, if any of them is offloaded."""
-        offloaded = self.offloaded_states if states is None else self.offloaded_states.intersection(states)
+        offloaded = sorted(self.offloaded_states if states is None else self.offloaded_states.intersection(states))
         if offloaded:
             raise UsageError(
-                f"{call}: {', '.join(sorted(offloaded))} are offloaded by offload_states(): call engine.reload_states() first"
+                f"{call}: {', '.join(offloaded)} are offloaded by offload_states(): call engine.reload_states() first"
             )
 
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
-        """Accumulate the gradients of one micro-batch: of its loss times the loss scale, with `divide` divided by the number
-        of accumulation steps. If that fails, the accumulation starts over."""
+        """Accumulate the gradients of one micro-batch: of its loss times the loss scale, with `divide` divided by the
+        number of accumulation steps. If that fails, the accumulation starts over."""
         scaled = self.scaled(loss, divide=divide)
         self.begin_backward()
         try:
@@ -139,7 +139,8 @@ class Training:
         self.require_not_offloaded("a backward")
         if self.gradients.sums is not None:
             raise UsageError(
-                "a backward after the norm of the gradients was computed, and before step(): compute it after the last backward"
+                "a backward after the norm of the gradients was computed, and before step(): compute it after the last "
+                "backward"
             )
         self.update.drain()
         if self.update.runs_in_backward and self.accumulation.is_boundary:
@@ -223,8 +224,8 @@ class Training:
         self.accumulation.boundary_override = is_boundary
 
     def scaled_grad_norm(self, *, prefetch: bool = False) -> float:
-        """Return the norm of the accumulated gradients, including the loss scale, computed once per step; no backward may
-        follow before `step` (all ranks). With `prefetch`, start prefetching state for the coming update."""
+        """Return the norm of the accumulated gradients, including the loss scale, computed once per step; no backward
+        may follow before `step` (all ranks). With `prefetch`, start prefetching state for the coming update."""
         self.update.require_consistent()
         if self.gradients.sums is None:
             with labelled("reduce"):
@@ -244,8 +245,8 @@ class Training:
         return self._scaled_norm
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients of this step and of later ones to `max_norm` (0: no clipping); return the unscaled norm of this
-        step's gradients before clipping (all ranks)."""
+        """Clip the gradients of this step and of later ones to `max_norm` (0: no clipping); return the unscaled norm of
+        this step's gradients before clipping (all ranks)."""
         norm, self.clip_norm = self.scaled_grad_norm() / self.scaler.scale, max_norm
         factor, previous = scale_factor(norm, max_norm, 1.0), self._clip_factor
         is_applied = math.isfinite(norm) or self.scaler.non_finite == "apply"
@@ -283,11 +284,11 @@ class Training:
             )
 
     def step(self) -> None:
-        """Take one optimizer step with the accumulated gradients, or skip it if they are not finite and the config says so.
+        """Take one optimizer step with the accumulated gradients; skip it if they are not finite and the config says so.
 
         By default such gradients raise NonFiniteError on every rank, except in fp16, and parameters without a gradient
-        raise UsageError if the config asks for that, before the update. After an error the gradients are dropped; for the
-        state see [Note: which state is consistent].
+        raise UsageError if the config asks for that, before the update. After an error the gradients are dropped; for
+        the state see [Note: which state is consistent].
         """
         if self.hooks is not None:
             self.hooks.units.invalidate(by_step=True)  # a forward without a backward leaves stale values

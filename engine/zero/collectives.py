@@ -156,7 +156,7 @@ def unpack(bucket: Bucket, matrix: torch.Tensor, values: Callable[[ParameterReco
 
 
 def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, slice]]:
-    """Yield (rows of the bucket, 0, gradient slice) for the whole shards, then (row, elements, slice) for a partial shard."""
+    """Yield (rows of the bucket, 0, gradient slice) for the whole shards, then (row, elements, slice) for a partial."""
     shard_numel, numel = segment.shard_numel, segment.record.numel
     whole = min(world_size, numel // shard_numel)
     if whole:
@@ -281,7 +281,7 @@ def exchanges_of(config: Config, sharding: Sharding, world: World) -> Exchanges:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """How gradients are averaged over ranks and wait for the update. The bits depend only on `types` and `exchanges`."""
+    """How gradients are averaged and wait for the update. The bits depend only on `types` and `exchanges`."""
 
     each_backward: bool
     """Reduce gradients in each backward as they arrive, and keep this rank's rows (stages 2 and 3); else keep whole
@@ -289,8 +289,8 @@ class GradientRules:
     bucket_numel: int
     """Maximum size of one reduction."""
     scatter: bool = True
-    """Send each rank only its rows of a sharded gradient; else all of it. This and `overlap` can be turned off if a backward
-    has no gathers (stages 1 and 2): otherwise a rank that waits for a reduction could block another rank's gather."""
+    """Send each rank only its rows of a sharded gradient; else all of it. This and `overlap` can be turned off if a
+    backward has no gathers (stages 1 and 2): otherwise a rank that waits for a reduction could block another's gather."""
     overlap: bool = True
     """Continue while a reduction is pending."""
     types: GradientTypes[torch.dtype] = field(default_factory=lambda: GradientTypes(summed=torch.float32))
@@ -351,7 +351,7 @@ def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
 def _grouped(
     gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int
 ) -> Iterator[tuple[list[torch.Tensor], torch.dtype]]:
-    """Yield groups of pieces of gradients, 1-D, of at most `limit_numel` elements and one type; large gradients separately."""
+    """Yield groups of pieces of gradients, 1-D, of at most `limit_numel` elements and one type; large ones separately."""
     small: list[torch.Tensor] = []
     remaining, small_dtype = 0, torch.float32
     for gradient, dtype in gradients:
@@ -373,7 +373,7 @@ def _grouped(
 def mean_in_place(
     world: World, gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int, *, overlap: bool
 ) -> int:
-    """Replace gradients, 1-D, with their mean over two ranks, sent in these types; return how many reductions overlapped."""
+    """Replace gradients, 1-D, with their mean over two ranks, sent in these types; return the overlapped reductions."""
     pending: deque[tuple[list[torch.Tensor], torch.Tensor, Work]] = deque()
     overlapped = 0
 
@@ -407,8 +407,8 @@ class Reductions:
         self._pending: deque[tuple[PendingReduction, Put]] = deque()
 
     def start(self, values: dict[ParameterRecord, torch.Tensor | None], put: Put) -> Iterator[Bucket]:
-        """Start reducing gradients, None for zeros, and clear `values` (all ranks, in the same order); yield each bucket. `put`
-        is called with this rank's rows of it once they are reduced."""
+        """Start reducing gradients, None for zeros, and clear `values` (all ranks, in the same order); yield each bucket.
+        `put` is called with this rank's rows of it once they are reduced."""
         scatter = self._rules.scatter
 
         def take(bucket: Bucket, mean: torch.Tensor) -> None:
@@ -424,8 +424,8 @@ class Reductions:
             self._finish_oldest()
 
     def replace(self, values: Mapping[ParameterRecord, torch.Tensor], *, scatter: bool) -> int:
-        """Replace whole gradients, 1-D [numel], of any type, with their mean over ranks (all ranks); with `scatter`, only this
-        rank's rows. Return how many reductions overlapped."""
+        """Replace whole gradients, 1-D [numel], of any type, with their mean over ranks (all ranks); with `scatter`, only
+        this rank's rows. Return how many reductions overlapped."""
         overlapped, world, overlap = 0, self._world, self._rules.overlap
         if not scatter:
             sent = {record: (flat, self._rules.reduced(record)) for record, flat in values.items()}

@@ -101,7 +101,7 @@ class RowGather(PendingGather):
 
 
 class Fetcher:
-    """Executes fetches of parameters whose rows may be in `store`; `pool` has buffers for reads from disk (None: no rows)."""
+    """Executes fetches of parameters whose rows may be in `store`; `pool` has buffers for reads (None: no rows)."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Fetcher:
             fetch.ticket = self._workers.submit(partial(self._read_disk, fetch, on_disk, ahead=ahead))
 
     def _copy_to_device(self, fetch: Fetch, *, wait: bool) -> bool:
-        """Start one copy of all rows in host memory; return False if their update is still running and `wait` is not set."""
+        """Start one copy of all rows in host memory; return False if their update is running and `wait` is not set."""
         records = fetch.uncopied
         if not records or fetch.cancelled:
             return True
@@ -225,8 +225,8 @@ class Fetcher:
                     break
 
     def _wait_for(self, fetch: Fetch) -> None:
-        """Wait for the rows from the store (for those in host memory only the device waits), or until nothing writes to their
-        memory if the fetch is cancelled. An error is stored in `fetch.error`."""
+        """Wait for the rows from the store (for those in host memory only the device waits), or until nothing writes to
+        their memory if the fetch is cancelled. An error is stored in `fetch.error`."""
         if not fetch.rows:
             return
         with self._world.links.waiting("parameter_read", "not read yet"):
@@ -238,7 +238,7 @@ class Fetcher:
             self.last_copy, fetch.copy = fetch.copy, None  # copies end in order; `unchecked` must not keep the rows
 
     def send(self, fetch: Fetch, *, expected: bool) -> None:
-        """Start the collectives (all ranks, in the same order). `expected`: all ranks are known to gather this unit now."""
+        """Start the collectives (all ranks, in the same order). `expected`: all ranks are known to gather this unit."""
         if fetch.sent:
             return
         if self._diverged:
@@ -348,8 +348,8 @@ class Fetcher:
             self._check(fetch)
 
     def drop(self, fetch: Fetch) -> bool:
-        """Wait until nothing writes to the records' memory; pending collectives complete on every rank. Return False if they
-        may never complete: the memory must then not be freed."""
+        """Wait until nothing writes to the records' memory; pending collectives complete on every rank. Return False if
+        they may never complete: the memory must then not be freed."""
         fetch.cancelled = True
         self._wait_for(fetch)
         works = [gather.work for gather in fetch.gathers] + ([] if fetch.header is None else [fetch.header])

@@ -204,8 +204,8 @@ class UnitHooks:
     def _watch(self, unit: ShardedUnit, output: Any, inputs: _Inputs) -> bool:
         """Gather the unit before the backward of these outputs; return False if they have no tensor.
 
-        A tensor that the module returns and that is among its `inputs`, like the position bias in T5's blocks, is another
-        unit's output: its gradient arrives after this unit's nodes have run.
+        A tensor that the module returns and that is among its `inputs`, like the position bias in T5's blocks, is
+        another unit's output: its gradient arrives after this unit's nodes have run.
         """
         has_tensors = False
         for tensor in tensors_in(output):
@@ -249,7 +249,7 @@ class UnitHooks:
                     self.units.reshard(unit)
 
     def end_backward(self, *, training_follows: bool = False) -> None:
-        """Release all units (called by the engine on all ranks). With `training_follows`, the backward that trains is next."""
+        """Release all units (called by the engine on all ranks). `training_follows`: the backward that trains is next."""
         self._release_all()
         if not training_follows:
             self._change_reads({StrayRead.FOR_BACKWARD: StrayRead.AFTER_BACKWARD})
@@ -277,8 +277,8 @@ class UnitHooks:
 
 
 def _nested(unit: ShardedUnit, other: ShardedUnit) -> bool:
-    """Return whether one of the units is nested in the other, or was called in it: then the hook of one does not imply that
-    the nodes of the other have run. If they share an output, the inner unit's hook runs first."""
+    """Return whether one of the units is nested in the other, or was called in it: then the hook of one does not imply
+    that the nodes of the other have run. If they share an output, the inner unit's hook runs first."""
     if other in unit.called_within or unit in other.called_within:
         return True
     return unit.unit.modules[0] in other.inner or other.unit.modules[0] in unit.inner

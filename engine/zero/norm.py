@@ -65,8 +65,8 @@ class SumOfSquares:
 
 
 def begin_squares(shards: Sequence[torch.Tensor], transfers: Transfers, *, one_by_one: bool) -> list[SumOfSquares]:
-    """Start summing the squares of each shard's elements: asynchronously on a device other than the host, on demand on the
-    host. With `one_by_one`, any thread may ask for each of the sums; else only one thread."""
+    """Start summing the squares of each shard's elements: asynchronously on a device other than the host, on demand on
+    the host. With `one_by_one`, any thread may ask for each of the sums; else only one thread."""
     on_device = [values for values in shards if values.device.type != "cpu"]
     norms = device_norms(on_device)
     copy = None
@@ -131,8 +131,8 @@ def _row_norms(tile: torch.Tensor) -> list[float]:
 def device_norms(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the 2-norm of each shard, 1-D of any floating type and all on one device, in fp32 on that device.
 
-    Each has the same bits as if computed alone: torch's kernel gets lists of one type and of aligned addresses, on which the
-    values that each of its threads takes depend.
+    Each has the same bits as if computed alone: torch's kernel gets lists of one type and of aligned addresses, on which
+    the values that each of its threads takes depend.
     """
     norms: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(values.dtype for values in shards):
@@ -143,7 +143,7 @@ def device_norms(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def norm_of(sums: Iterable[tuple[str, Sequence[float], float]]) -> float:
-    """Return the norm, given (name, sum of squares of each shard in rank order, factor of the gradient) for each parameter."""
+    """Return the norm, given (name, sums of squares of the shards in rank order, factor) of each gradient."""
     total = 0.0
     for _, shards, scale in sorted(sums, key=itemgetter(0)):
         parameter = 0.0
@@ -154,8 +154,8 @@ def norm_of(sums: Iterable[tuple[str, Sequence[float], float]]) -> float:
 
 
 def scale_factor(norm: float, clip: float, loss_scale: float) -> float:
-    """Return the factor of the gradients, applied once, in fp32: 1 / loss scale, and with a positive `clip` the factor that
-    brings a larger norm down to it.
+    """Return the factor of the gradients, applied once, in fp32: 1 / loss scale, and with a positive `clip` the factor
+    that brings a larger norm down to it.
 
     `norm` is the norm of the unscaled gradients. If it is not finite the factor is 0 or NaN, as in torch's clip_grad_norm_.
     """

@@ -27,7 +27,7 @@ _MAX_PENDING_BYTES = 64 * 1024 * 1024
 
 
 class GradientSpill:
-    """Rows of gradients on disk, used from one thread; `arrays` has each record's array, which a wider one may replace."""
+    """Rows of gradients on disk, used from one thread; `arrays` has each record's array; a wider one may replace it."""
 
     def __init__(self, store: Store, arrays: MutableMapping[ParameterRecord, str], transfers: Transfers) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class GradientSpill:
         self._squares: dict[ParameterRecord, float | SumOfSquares] = {}
         """The sum of squares of each written gradient."""
         self.lost: Exception | None = None
-        """The error because of which a gradient of this step is not on disk, if it was raised within `keeping_error`."""
+        """The error because of which a gradient of this step is not on disk, if raised within `keeping_error`."""
 
     def __contains__(self, record: ParameterRecord) -> bool:
         return record in self._arrays

@@ -85,7 +85,7 @@ class StrayRead(Enum):
     FOR_BACKWARD = "for backward"
     """In a forward whose backward is pending, or in a backward: the whole backward needs the unit."""
     AFTER_BACKWARD = "after backward"
-    """As FOR_BACKWARD, but that backward is over: a second one would need the unit, the next training forward does not."""
+    """As FOR_BACKWARD, but that backward is over: a second one would need the unit, the next forward does not."""
 
 
 @dataclass(eq=False)
@@ -348,7 +348,7 @@ class ShardedUnits:
             self._release_unused([record])
 
     def fill_own_memory(self, *, fill: bool = True) -> None:
-        """Fill the own memory of parameters that callers have gathered, for graphs that saved it; `fill=False` frees it."""
+        """Fill the own memory of parameters that callers gathered, for graphs that saved it; `fill=False` frees it."""
         for record, values in self.values.items():
             if values.own_memory is not None and not record.is_in_place:
                 memory = values.own_memory

@@ -105,12 +105,12 @@ class World:
     watch: Watch = field(default_factory=Watch)
     """Fails all ranks if one fails, once it has been started; worlds of one run share it."""
     messages: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """By topic, returns the JSON data that this rank sends with each `raise_together` without an error; None: nothing."""
+    """By topic, returns the JSON that this rank sends with each `raise_together` without an error; None: nothing."""
     received: dict[str, list[Any]] = field(default_factory=dict)
-    """By topic, the messages of all ranks that sent one in the last exchange: the same on all ranks after the same call."""
+    """By topic, the messages of all ranks that sent one in the last exchange: the same on all ranks."""
     group_peers: int | None = None
-    """Number of the other ranks of this world in this rank's group (see [Note: groups]); None without groups. With groups,
-    bytes sent, except for "control", are also counted as `within_group` and `between_groups`."""
+    """Number of the other ranks of this world in this rank's group (see [Note: groups]); None without groups. With
+    groups, bytes sent, except for "control", are also counted as `within_group` and `between_groups`."""
 
     @property
     def sent_bytes(self) -> Counter[str]:
@@ -183,7 +183,7 @@ class World:
     def calling(self, phase: str, *, meeting: str | None = None) -> Iterator[None]:
         """Name this rank's task in the block; an error that escapes from it on one rank fails all ranks.
 
-        `meeting` names a call that a script may mistakenly make on one rank only: the block begins once all ranks are in it.
+        `meeting` names a call that a script may mistakenly make on one rank only: the block begins once all are in it.
         """
         watch = self.watch
         if watch.activity.phase or watch.state is WatchState.UNWATCHED:
@@ -204,8 +204,8 @@ class World:
 
     @contextmanager
     def agreeing(self, note: str | None = None, *, call: str = "") -> Iterator[None]:
-        """Raise on every rank if the block raised on any, or if ranks make different calls; `note` is added to this rank's
-        error (all ranks).
+        """Raise on every rank if the block raised on any, or if ranks make different calls; `note` is added to this
+        rank's error (all ranks).
 
         Anything but an Exception, such as KeyboardInterrupt, ends this rank's block at once.
         """
@@ -296,7 +296,7 @@ class World:
                 tensor.copy_(whole)
 
     def transfer(self, tensor: torch.Tensor, source: int, target: int) -> None:
-        """Replace the values of rank `target`'s `tensor`, contiguous, with rank `source`'s; only these two ranks call it."""
+        """Replace the values of rank `target`'s `tensor`, contiguous, with rank `source`'s; only these two call it."""
         if source == target or not tensor.numel():
             return
         flat, sends = tensor.view(-1).view(torch.uint8), self.rank == source
@@ -312,7 +312,7 @@ class World:
             self._run(kind, (self.world_size - 1) * send.nbytes, self._gather(out, send))
 
     def start_all_gather(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
-        """Like `all_gather`, but return at once; the caller must keep both and not touch them until the work is done."""
+        """Like `all_gather`, but return at once; the caller must keep both, untouched, until the work is done."""
         if self.world_size == 1:
             out.copy_(send)
         peers = self.world_size - 1
@@ -341,7 +341,7 @@ class World:
         return self._start(kind, sent_bytes, reduce if self.world_size > 1 and tensor.numel() else None)
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
-        """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own reduction."""
+        """Fill `out` [n] with the backend's own mean over ranks of this rank's row of `send` [world, n]."""
         mean = torch_dist.ReduceOp.AVG
         reduce = partial(_reduce_scatter_single, out, send.view(-1), op=mean, group=self.group)
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
@@ -364,7 +364,7 @@ class World:
         return Work(work, self.links, kind, partial(self._in_collective, kind, enters=False))
 
     def _count_by_group(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
-        """Count bytes sent to all other ranks equally, or to rank `target`, as within this rank's group or between groups."""
+        """Count bytes sent to all other ranks equally, or to rank `target`, as within a group or between groups."""
         if self.group_peers is None or self.world_size == 1 or kind == "control":
             return
         size = self.group_peers + 1
@@ -397,7 +397,7 @@ def make_groups(world: World, size: int) -> tuple[World, World]:
 
 
 def _world_of_group(groups: Sequence[range], world: World, *, group_peers: int) -> World:
-    """Return the world of this rank's group among `groups`, all of one size; all ranks create them in the same order."""
+    """Return the world of this rank's group among `groups`, all of one size (all ranks, in the same order)."""
     size = len(groups[0])
     created = [torch_dist.new_group(list(ranks)) if size > 1 else None for ranks in groups]
     own_ranks, group = next((ranks, group) for ranks, group in zip(groups, created, strict=True) if world.rank in ranks)
@@ -428,7 +428,7 @@ def cuda_device(local_rank: int) -> torch.device:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Return the CPU's features by torch's names: `torch.cpu.get_capabilities`; in torch 2.9, which lacks that, a part."""
+    """Return the CPU's features by torch's names: `torch.cpu.get_capabilities`; torch 2.9 lacks that: some of them."""
     if hasattr(torch.cpu, "get_capabilities"):
         return torch.cpu.get_capabilities()
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\nflags")[2].partition("\n")[0].split()
@@ -437,7 +437,7 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def _backend(cuda: bool) -> str:
-    """Return the default group's backend for the device that computes (by default a group has one per kind of device)."""
+    """Return the default group's backend for the device that computes: a group may have one per kind of device."""
     names = torch_dist.get_backend_config().split(",")
     by_device = {device: name for device, _, name in (each.partition(":") for each in names)}
     on_cuda = by_device.get("cuda") if cuda else None
