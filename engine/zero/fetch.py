@@ -143,9 +143,8 @@ class Fetcher:
             if is_single_rank:
                 record.allocate_full()
             if record.stored_array is not None and not record.is_in_place:
-                fetch.rows[record] = (
-                    record.full if is_single_rank else record.full.new_zeros(record.state_grid.shard_numel)
-                )
+                padded = record.state_grid.shard_numel
+                fetch.rows[record] = record.full if is_single_rank else record.full.new_zeros(padded)
         if not fetch.rows:
             return
         fetch.start = self._transfers.streams.record()

@@ -67,7 +67,7 @@ class UnitState(Enum):
     IN_USE = "in use"
     """Between `unshard` and `reshard`."""
     IN_USE_AND_PREFETCHED = "in use and prefetched"
-    """In use, and due for its next use, so it is not released in between."""
+    """In use, and prefetched for its next use, so it is not released in between."""
     KEPT = "kept"
     """Not in use, and gathered until its next use."""
 
@@ -85,7 +85,7 @@ class StrayRead(Enum):
     FOR_BACKWARD = "for backward"
     """In a forward whose backward is pending, or in a backward: the whole backward needs the unit."""
     AFTER_BACKWARD = "after backward"
-    """As FOR_BACKWARD, but that backward is over: a second one would need the unit, the next forward does not."""
+    """As FOR_BACKWARD, with the backward over: a second one needs the unit, the next training forward does not."""
 
 
 @dataclass(eq=False)

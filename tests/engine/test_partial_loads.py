@@ -147,7 +147,7 @@ def test_weights_load_where_the_batch_cannot_be_kept(saved: tuple[Path, dict[str
 
 def test_the_batch_to_choose_is_named() -> None:
     accumulation = SimpleNamespace(
-        named=None, batch=BatchSizes(train_batch_size=16, micro_batch_size=8, accumulation_steps=1)
+        boundary_override=None, batch=BatchSizes(train_batch_size=16, micro_batch_size=8, accumulation_steps=1)
     )
     training: Any = SimpleNamespace(world=SimpleNamespace(world_size=2), accumulation=accumulation)
     micro, trainer = '"train_micro_batch_size_per_gpu": 4, 1 per step', "gradient_accumulation_steps must be 4"
