@@ -1,13 +1,13 @@
-"""Reading and writing the training state as whole tensors by name, whether or not it is sharded or offloaded.
+"""Reading and writing the training state as whole tensors by name, sharded or offloaded or neither.
 
 All calls are collectives: all ranks make them, with the same names, in the same order. Values are read from the arrays in
-the store; `finished` completes pending work first.
+the store, after `prepare` has completed pending work.
 
 [Note: pieces]
 The flat elements of an array are cut at the ends of shards, and into pieces of whole chunks, about 8 MiB. A piece's owner
-reads it ahead of its turn and sends it to rank 0, or to all. All ranks process all pieces in the same order. If state is not
-sharded, every rank has everything, and nothing is sent. A rank that fails continues with zeros, so that no other waits for
-it; the ranks agree on errors after every 32 Mi elements, and at the end.
+prefetches it and sends it to rank 0, or to all ranks. All ranks process all pieces in the same order. If the state is not
+sharded, every rank has all of it, and nothing is sent. A rank that fails continues with zeros, so no other rank waits for it;
+the ranks agree on errors after every 32 Mi elements, and at the end.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class RankArray:
     name: str
     """Name of the array."""
     dtype: torch.dtype
-    begin: Callable[[int, int], Read]
-    """Starts to read local flat elements `[first, stop)` of this rank's shard."""
+    start_read: Callable[[int, int], Read]
+    """Starts a read of local flat elements `[first, stop)` of this rank's shard."""
     shape: tuple[int, ...] | None = None
     """Shape of the whole array if it differs from the parameter's: the array is then cut along its own rows."""
 
@@ -63,11 +63,11 @@ class RankArray:
 
 
 Put = Callable[[RankArray, int, torch.Tensor], None]
-"""Stores a piece of an array: its global flat elements, 1-D, on the CPU, from the given one on."""
+"""Stores a piece of an array: the index of its first global flat element, and its values, 1-D, on the CPU."""
 
 
 class Access:
-    """Whole tensors of one run. `before_changes` ends work that reads the state, such as a save, before it changes."""
+    """Access to whole tensors of one run. `before_changes` ends work that reads the state, such as a save, before a change."""
 
     def __init__(
         self, roots: dict[str, nn.Module | None], training: Training, before_changes: Callable[[], None]
@@ -93,19 +93,19 @@ class Access:
         """Return the record of a parameter by its name. Raises UsageError with the nearest names."""
         found = self.find(name)
         if found is None:
-            raise UsageError(f"the model has no parameter {name!r}; {_nearest(name, self._by_name)}")
+            raise UsageError(f"the model has no parameter {name!r}; {_suggestion(name, self._by_name)}")
         return found
 
-    def require_no_block(self, call: str) -> None:
-        """Raise UsageError within a block of `zstore.gather`, whose values would be out of date."""
+    def require_no_open_gather(self, call: str) -> None:
+        """Raise UsageError within a block of `zstore.gather`, whose values would become outdated."""
         if self.guard.open_blocks:  # on all ranks alike
             self.world.raise_together(UsageError(f"{call} within `with zstore.gather(...)`: end the block first"))
 
-    def finished(self, call: str, check: Callable[[], T], *, changes: bool = False, moves: bool = False) -> T:
-        """Return the result of `check` after the last step's update, if the ranks agree on `call` (all ranks).
+    def prepare(self, call: str, check: Callable[[], T], *, changes: bool = False, moves: bool = False) -> T:
+        """Wait for the last step's update and return the result of `check`, if the ranks agree on `call` (all ranks).
 
-        Raises on every rank the error of `check` on any, and UsageError for state that cannot be read or changed now;
-        offloaded states can only be moved further (`moves`).
+        An error of `check` on any rank is raised on every rank, as is UsageError if the state cannot be read or changed now.
+        With `moves` the state may be offloaded.
         """
         with self.world.agreeing(call=call):
             if not moves:
@@ -128,7 +128,7 @@ class Access:
 
     def parameter(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return a parameter's fp32 master, or itself if it is not trained."""
-        record = self.finished(f"get_full_parameter({name!r})", lambda: self.record(name))
+        record = self.prepare(f"get_full_parameter({name!r})", lambda: self.record(name))
         return self.read_whole(self.source(record, "model"), rank0_only=rank0_only)
 
     def optimizer_state(self, name: str, slot: str, *, rank0_only: bool = False) -> torch.Tensor | None:
@@ -140,23 +140,23 @@ class Access:
 
     def slot(self, name: str, slot: str) -> RankArray | float:
         """Return this rank's rows of an optimizer slot of a parameter, or its scalar (all ranks)."""
-        record = self.finished(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._record_with(name, slot))
+        record = self.prepare(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._record_with_slot(name, slot))
         scalars = self.state.scalars[record]
         return scalars[slot] if slot in scalars else self.source(record, f"optimizer/{slot}", torch.float32)
 
-    def _record_with(self, name: str, slot: str) -> ParameterRecord:
+    def _record_with_slot(self, name: str, slot: str) -> ParameterRecord:
         """Return the record of a parameter that has the optimizer slot `slot`."""
         record = self.record(name)
         if record.group is None:
             raise UsageError(f"parameter {name!r} is not trained, so it has no optimizer state")
         slots = (*(slot.name for slot in self.state.slots_of(record)), *self.state.scalars[record])
         if slot not in slots:
-            raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
+            raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_suggestion(slot, slots)}")
         return record
 
     def gradient(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
-        """Return the mean over ranks of the gradient accumulated in this step so far; None if there is none."""
-        record, gradients = self.finished(f"get_gradient({name!r})", lambda: self.record(name)), self.gradients
+        """Return the gradient accumulated in the current step, averaged over ranks; None if there is none."""
+        record, gradients = self.prepare(f"get_gradient({name!r})", lambda: self.record(name)), self.gradients
         if record.group is None:
             return None
         if not gradients.rules.each_backward:
@@ -174,18 +174,18 @@ class Access:
         return found.float().div_(self.scaler.scale)
 
     def source(self, record: ParameterRecord, group: str, dtype: torch.dtype | None = None) -> RankArray:
-        """Return this rank's rows of an array of a parameter, in its type or in `dtype`. In group "model" it is the master, or
-        the parameter if it is not trained."""
+        """Return this rank's rows of an array of a parameter, in its type or in `dtype`. The array of group "model" is the
+        master, or the parameter if it is not trained."""
         store, name = self.state.store, f"{group}/{record.name}"
         spec = store.spec(name)
-        kind: torch.dtype = dtype or getattr(torch, spec.dtype)
+        read_dtype: torch.dtype = dtype or getattr(torch, spec.dtype)
 
-        def begin(first: int, stop: int) -> Read:
+        def start_read(first: int, stop: int) -> Read:
             ticket = store.read(name, first, stop)
-            return lambda: as_torch(ticket.wait()).to(kind)
+            return lambda: as_torch(ticket.wait()).to(read_dtype)
 
         shape = None if spec.shape == tuple(record.parameter.shape) else spec.shape
-        return RankArray(record=record, name=name, dtype=kind, begin=begin, shape=shape)
+        return RankArray(record=record, name=name, dtype=read_dtype, start_read=start_read, shape=shape)
 
     def read_whole(self, source: RankArray, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return a whole array on the CPU; with `rank0_only` None on other ranks (all ranks)."""
@@ -209,7 +209,7 @@ class Access:
     def for_each_piece(self, sources: Sequence[RankArray], put: Put, *, rank0_only: bool) -> None:
         """Call `put` with every piece of whole arrays, in order, on every rank or only on rank 0 (all ranks).
 
-        Raises on every rank the error of `put` or of a read on any. See [Note: pieces].
+        An error of `put` or of a read on any rank is raised on every rank. See [Note: pieces].
         """
         world, sharded = self.world, self.state.is_sharded and self.world.world_size > 1
         num_ranks = world.world_size if sharded else 1
@@ -226,21 +226,21 @@ class Access:
         def is_own(piece: _ArrayPiece) -> bool:
             return world.rank == piece.shard if sharded else world.rank == 0 or not rank0_only
 
-        following = filter(is_own, _pieces(sources, num_ranks))
-        ahead: deque[Read | None] = deque()
+        own_pieces = filter(is_own, _pieces(sources, num_ranks))
+        reads: deque[Read | None] = deque()
         unchecked_numel = 0
         for piece in _pieces(sources, num_ranks):
             numel, values = piece.stop - piece.first, None
             if is_own(piece):
-                while len(ahead) <= _PIECES_AHEAD and (after := next(following, None)) is not None:
-                    ahead.append(attempt(after.source.begin, after.first, after.stop))
-                read = ahead.popleft()
+                while len(reads) <= _PIECES_AHEAD and (next_own := next(own_pieces, None)) is not None:
+                    reads.append(attempt(next_own.source.start_read, next_own.first, next_own.stop))
+                read = reads.popleft()
                 values = None if read is None else attempt(read)
                 values = torch.zeros(numel, dtype=piece.source.dtype) if values is None else values
             if sharded:
                 values = _send(world, piece, values, rank0_only=rank0_only)
             if values is not None and error is None:
-                attempt(lambda one, values: put(one.source, one.start + one.first, values.cpu()), piece, values)
+                attempt(lambda p, v: put(p.source, p.start + p.first, v.cpu()), piece, values)
             unchecked_numel += numel
             if unchecked_numel >= _AGREE_NUMEL:
                 world.raise_together(error)
@@ -254,18 +254,18 @@ class Access:
             self.check_values(record := self.record(name), values)
             return record
 
-        self.set_from_rank0(self.finished(f"set_full_parameter({name!r})", check, changes=True), values)
+        self.set_from_rank0(self.prepare(f"set_full_parameter({name!r})", check, changes=True), values)
 
     def set_from_rank0(self, record: ParameterRecord, values: Any) -> None:
         """Replace a parameter and its master by rank 0's `values`, of its shape (all ranks)."""
         dtype = torch.float32 if record.group is not None else record.dtype
-        self.write([(record, self.from_rank0(record, values, dtype))])
+        self.write([(record, self.broadcast_from_rank0(record, values, dtype))])
 
     def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
         """Replace an optimizer slot of a parameter by rank 0's `values`."""
 
         def check() -> ParameterRecord:
-            record = self._record_with(name, slot)
+            record = self._record_with_slot(name, slot)
             scalars = self.state.scalars[record]
             if scalars.get("updates") == 0:
                 raise UsageError(
@@ -278,17 +278,17 @@ class Access:
                 float(values)
             return record
 
-        record = self.finished(f"set_optimizer_state({name!r}, {slot!r})", check, changes=True)
+        record = self.prepare(f"set_optimizer_state({name!r}, {slot!r})", check, changes=True)
         scalars = self.state.scalars[record]
         if slot in scalars:
             scalars[slot] = self.world.broadcast_object(float(values) if self.world.rank == 0 else None)
             return
-        full = self.from_rank0(record, values, torch.float32)
+        full = self.broadcast_from_rank0(record, values, torch.float32)
         with self._changing():
             self._fill(record, full, optimizer_array(slot, record.name))
 
     def check_values(self, record: ParameterRecord, values: Any) -> None:
-        """Raise UsageError for values of another shape than the parameter's; only rank 0 must have values."""
+        """Raise UsageError if the shape of `values` is not the parameter's; only rank 0 needs values."""
         if values is None and self.world.rank > 0:
             return
         shape = tuple(torch.as_tensor(values).shape)
@@ -297,7 +297,7 @@ class Access:
                 f"parameter {record.name!r}: expected values of shape {tuple(record.parameter.shape)}, got {shape}"
             )
 
-    def from_rank0(self, record: ParameterRecord, values: Any, dtype: torch.dtype) -> torch.Tensor:
+    def broadcast_from_rank0(self, record: ParameterRecord, values: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return rank 0's values on every rank, 1-D [numel]."""
         world = self.world
         if world.rank == 0:
@@ -328,7 +328,7 @@ class Access:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change the state in the block on every rank; an error on any is raised on all, and leaves it torn (all ranks)."""
+        """Change the state in the block; an error on any rank is raised on all, and leaves the state torn (all ranks)."""
         if self.units is not None:
             self.units.invalidate()
         note = "The state was changed in part: load a checkpoint before continuing."
@@ -336,7 +336,7 @@ class Access:
             yield
 
     def close(self) -> None:
-        """Remove this run from the runs of `zstore.gather`, and stop watching the model."""
+        """Hide this run from `zstore.gather`, and stop watching the model."""
         live_runs.discard(self)
         self.guard.remove()
 
@@ -344,10 +344,10 @@ class Access:
 def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> RankArray:
     """Return this rank's rows of a parameter, 1-D in memory, to be read in type `dtype`."""
 
-    def begin(first: int, stop: int) -> Read:
+    def start_read(first: int, stop: int) -> Read:
         return lambda: rows[first:stop].to(dtype)
 
-    return RankArray(record=record, name=f"rows/{record.name}", dtype=dtype, begin=begin)
+    return RankArray(record=record, name=f"rows/{record.name}", dtype=dtype, start_read=start_read)
 
 
 live_runs: weakref.WeakSet[Access] = weakref.WeakSet()
@@ -360,12 +360,12 @@ def find_run(parameter: nn.Parameter) -> tuple[Access, ParameterRecord] | None:
     return next(((access, record) for access, record in found if record is not None), None)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _suggestion(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(map(repr, close)) + "?"
-    return f"there are {listed([repr(one) for one in names], 5)}"
+    return f"there are {listed(list(map(repr, names)), 5)}"
 
 
 class _ArrayPiece(NamedTuple):
@@ -389,7 +389,7 @@ def _pieces(sources: Sequence[RankArray], num_ranks: int) -> Iterator[_ArrayPiec
 
 
 def _send(world: World, piece: _ArrayPiece, values: torch.Tensor | None, *, rank0_only: bool) -> torch.Tensor | None:
-    """Return a piece on the ranks that want it, None on others; its owner passes the `values` (all ranks)."""
+    """Return a piece's values on the ranks that receive it, None on others; its owner passes `values` (all ranks)."""
     if rank0_only and world.rank not in (0, piece.shard):
         return None
     if values is None:
@@ -403,7 +403,7 @@ def _send(world: World, piece: _ArrayPiece, values: torch.Tensor | None, *, rank
 
 
 class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
-    """The state of each updated parameter, by the parameter. An entry is lazy: see `StateOfParameter`."""
+    """The state of each updated parameter, by parameter. Entries are lazy: see `StateOfParameter`."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -428,8 +428,8 @@ class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
 
 
 class StateOfParameter(Mapping[str, torch.Tensor]):
-    """The optimizer's slots of one parameter: each read of a slot gathers a copy, whole, fp32, on the CPU (all ranks).
-    `engine.set_optimizer_state` changes it."""
+    """The optimizer's slots of one parameter: reading a slot gathers a whole fp32 copy on the CPU (all ranks).
+    `engine.set_optimizer_state` changes a slot."""
 
     def __init__(self, access: Access, record: ParameterRecord) -> None:
         self._access = access
@@ -453,7 +453,7 @@ class StateOfParameter(Mapping[str, torch.Tensor]):
         return len(self._slots())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are dictionaries of tensors. Raises UsageError on several ranks."""
+        """Copy and pickle as a dictionary of tensors. Raises UsageError on several ranks."""
         if self._access.world.world_size > 1:
             raise UsageError(
                 "the optimizer's state cannot be copied or pickled, since it is shared out over ranks: save all of it with "

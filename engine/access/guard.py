@@ -1,22 +1,22 @@
-"""Detects changes to the model that would desynchronise it from the engine after `initialize`, and guards its state dicts: an
-error with advice, in place of NaN or of values that the next step would replace.
+"""Detects changes to the model that would desynchronise it from the engine after `initialize`, and guards its state dicts: it
+raises an error with advice, instead of letting code read NaN or values that the next step would overwrite.
 
 [Note: what would desynchronise them]
-The engine updates the memory that it gave each parameter, of the type and on the device of the config. If a parameter were
-given other memory, the model would never see the updates. So:
+The engine updates the memory that it assigned to each parameter, in the config's type and on its device. If a parameter were
+moved to other memory, the model would never see the updates. So:
 
 - Conversions of `nn.Module` (`to`, `half`, `float`, `cuda`, `to_empty`, `share_memory`, ...) all call `_apply`, which is
   wrapped in each module while the engine is open. A conversion that changes a parameter is refused before it begins.
-- Changes that bypass it (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, an added module, a thawed parameter)
-  are detected at the next forward or step, by addresses and identities: a few hundred nanoseconds a parameter.
+- Changes that bypass it (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, an added module, an unfrozen parameter)
+  are detected at the next forward or step by addresses and identities, in a few hundred nanoseconds per parameter.
 
 [Note: changed in place]
 A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). Their version counters reveal
-it, at the next forward, step, save or read of the state. A resident parameter has the written values; a separate master
-takes them over. The written memory of a sharded one is released by then, so this raises. A write through `.data` changes no
-counter, and the next update would overwrite it, except in a parameter that is its own master. So each step samples the first
-values of one parameter, in turn, and the next step raises if they changed and are not the master's. Other calls do not check,
-since a script may swap weights through `.data` for an evaluation, and back.
+it at the next forward, step, save or read of the state. A resident parameter keeps the written values, and its separate master
+is updated from them. The written memory of a sharded parameter has been released by then, so the check raises. A write through
+`.data` changes no counter, and the next update would overwrite it, except in a parameter that is its own master. So each step
+samples the first values of one parameter in turn, and the next step raises if they changed and differ from the master's. Other
+calls do not check, since a script may swap weights through `.data` for an evaluation, and swap them back.
 """
 
 from __future__ import annotations
@@ -78,21 +78,20 @@ class ParameterGuard:
         self._model = model
         self.records = {record.parameter: record for record in records}
         """By parameter."""
-        trains = any(record.group is not None for record in records)  # otherwise requires_grad does not matter
+        trains_any = any(record.group is not None for record in records)  # otherwise requires_grad does not matter
         self._expected = [
-            (one, one.parameter, one.dtype, trains and one.group is None and not one.parameter.requires_grad)
-            for one in records
+            (r, r.parameter, r.dtype, trains_any and r.group is None and not r.parameter.requires_grad) for r in records
         ]
-        """Each parameter with its type, and whether it was frozen."""
+        """Each parameter, its type, and whether it was frozen."""
         self._versioned = [(record, record.parameter) for record in records if not record.parameter.is_inference()]
         """The tensors that have a version counter."""
         for record, _ in self._versioned:
             record.note_version()
-        self._later: dict[nn.Parameter, str] = {}
-        """Frozen parameters that were added later, already reported to the user, and their names."""
+        self._late_parameters: dict[nn.Parameter, str] = {}
+        """Frozen parameters that were added after `initialize`, already reported to the user, and their names."""
         self._tables: list[dict[str, Any]] = []
         self._entries: list[Any] = []
-        self._note_structure()
+        self._record_structure()
         self._sampled_in_turn = cycle(self._with_separate_master(records))
         self._sample: tuple[ParameterRecord, torch.Tensor] | None = None
         """The first values of a parameter, sampled by a step."""
@@ -103,14 +102,14 @@ class ParameterGuard:
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             self._handles += [
-                module.register_state_dict_pre_hook(self._before),  # type: ignore[no-untyped-call]
+                module.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
             ]
 
     @contextmanager
-    def during(self, what: str) -> Iterator[None]:
+    def during(self, name: str) -> Iterator[None]:
         """Record that a forward or a backward of the engine is running."""
-        self.running.append(what)
+        self.running.append(name)
         try:
             yield
         finally:
@@ -120,7 +119,7 @@ class ParameterGuard:
         """Stop watching, and remove the hooks from the modules; a second call does nothing."""
         for handle in self._handles:
             handle.remove()
-        for table in (self._expected, self._versioned, self._later, self._tables, self._entries):
+        for table in (self._expected, self._versioned, self._late_parameters, self._tables, self._entries):
             table.clear()
         self._sampled_in_turn, self._sample = cycle(()), None
         while self._wrappers:
@@ -128,47 +127,47 @@ class ParameterGuard:
 
     def _check_conversion(self, module: nn.Module, convert: Convert) -> None:
         """Raise UsageError if `convert`, tried on small tensors of the same kinds, would change a parameter of `module`."""
-        which = "the model" if module is self._model else f"a {type(module).__name__} of the model"
-        refusal = f"{which} cannot be converted after initialize()"
-        tried: set[tuple[torch.dtype, torch.device, int]] = set()
+        target = "the model" if module is self._model else f"a {type(module).__name__} of the model"
+        refusal = f"{target} cannot be converted after initialize()"
+        tried_kinds: set[tuple[torch.dtype, torch.device, int]] = set()
         for name, parameter in module.named_parameters():
             kind = parameter.dtype, parameter.device, parameter.dim()
-            if parameter not in self.records or kind in tried:
+            if parameter not in self.records or kind in tried_kinds:
                 continue
-            tried.add(kind)
+            tried_kinds.add(kind)
             dtype, device, dims = kind
             probe = torch.zeros((2,) * min(dims, _MAX_PROBE_DIMS), dtype=dtype, device=device)
             address, strides = probe.data_ptr(), probe.stride()
             with torch.no_grad():
-                made = convert(probe)
-            if (made.dtype, made.device) != (dtype, device):
-                change = f"is {_kind(parameter)} and would become {_kind(made)}"
+                converted = convert(probe)
+            if (converted.dtype, converted.device) != (dtype, device):
+                change = f"is {_describe(parameter)} and would become {_describe(converted)}"
                 raise UsageError(f"{refusal}: parameter {name!r} {change}. {_ADVICE}")
-            if (made.data_ptr(), made.stride()) != (address, strides):
+            if (converted.data_ptr(), converted.stride()) != (address, strides):
                 raise UsageError(f"{refusal}: parameter {name!r} would be reallocated. {_ADVICE}")
 
     def check(self) -> None:
         """Raise UsageError if a parameter is no longer the one that the engine trains; a replaced storage is restored.
 
-        Without gradients, frozen parameters may be thawed, as for adapters that double as a reference model.
+        Without gradients, frozen parameters may require them, as in adapters that double as a reference model.
         """
         trains = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():  # a fifth of the time for released parameters
             for record, parameter, dtype, frozen in self._expected:
                 moved = parameter.data_ptr() != record.address or parameter.dtype is not dtype
                 if moved or (frozen and trains and parameter.requires_grad):
-                    self._refuse(record)
+                    self._raise_changed(record)
         self.check_values()
-        for parameter, name in self._later.items():
+        for parameter, name in self._late_parameters.items():
             if trains and parameter.requires_grad:
-                raise UsageError(_added(name))
-        entries = self._listed()
+                raise UsageError(_not_trained_text(name))
+        entries = self._current_entries()
         if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
             self._check_structure()
 
     def check_values(self) -> None:
-        """Take over values written to parameters in place. Raises UsageError, and forgets them, if the parameters are
-        sharded. See [Note: changed in place]."""
+        """Update masters from values written to parameters in place. If the parameters are sharded, raises UsageError and
+        discards the values. See [Note: changed in place]."""
         with torch._C.DisableTorchFunctionSubclass():
             written = [record for record, parameter in self._versioned if parameter._version != record.version]
         if not written:
@@ -221,30 +220,30 @@ class ParameterGuard:
                 "engine.set_full_parameter(name, values)"
             )
 
-    def _refuse(self, record: ParameterRecord) -> None:
+    def _raise_changed(self, record: ParameterRecord) -> None:
         parameter = record.parameter
         if parameter.data_ptr() == record.address and parameter.dtype is record.dtype:
             raise UsageError(
                 f"parameter {record.name!r} was frozen at initialize() and has requires_grad=True now, but there is no "
-                "optimizer state for it, so it would never change: make it trainable before initialize(), where it may be "
-                "frozen again and thawed later, or set requires_grad=False"
+                "optimizer state for it, so it would never be trained: make it trainable before initialize() (after that it "
+                "may be frozen and unfrozen), or set requires_grad=False"
             )
-        found = _kind(parameter)
+        found = _describe(parameter)
         record.restore()
         raise UsageError(
             f"parameter {record.name!r} was given different storage after initialize() ({found}; the engine trains it as "
-            f"{_kind(parameter)}), which the optimizer would not update. The engine's values are back in place. To change "
+            f"{_describe(parameter)}), which the optimizer would not update. The engine's values are back in place. To change "
             "values, call engine.set_full_parameter(name, values), or use `with zstore.gather(parameter, "
             f"modifier_rank=0):`. {_ADVICE}"
         )
 
-    def _note_structure(self) -> None:
-        """Record the present parameters and modules."""
+    def _record_structure(self) -> None:
+        """Record the current parameters and modules."""
         modules = [module for root in self._roots.values() if root is not None for module in root.modules()]
         self._tables = [self._roots, *(table for m in modules for table in (m._parameters, m._modules))]
-        self._entries = self._listed()
+        self._entries = self._current_entries()
 
-    def _listed(self) -> list[Any]:
+    def _current_entries(self) -> list[Any]:
         """Return all parameters and modules in the tables, without reading any as an attribute of its module."""
         return [*chain.from_iterable(map(dict.values, self._tables))]
 
@@ -255,11 +254,11 @@ class ParameterGuard:
             for root in self._roots.values()
             if root is not None
             for name, parameter in root.named_parameters()
-            if parameter not in self.records and parameter not in self._later
+            if parameter not in self.records and parameter not in self._late_parameters
         }
         for parameter, name in added.items():
             if parameter.requires_grad:
-                raise UsageError(_added(name))
+                raise UsageError(_not_trained_text(name))
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             _log.warning(
@@ -267,19 +266,19 @@ class ParameterGuard:
                 next(iter(added.values())),
                 more,
             )
-            self._later |= added
-        self._note_structure()
+            self._late_parameters |= added
+        self._record_structure()
 
-    def emit_empty_tensors(self, *, logs: bool) -> None:
-        """Represent sharded parameters by empty tensors in state dicts; `logs` one warning of it."""
-        self._emits_empty_tensors, self._has_warned = True, not logs
+    def emit_empty_tensors(self, *, warns: bool) -> None:
+        """Represent sharded parameters by empty tensors in state dicts; with `warns` log this once."""
+        self._emits_empty_tensors, self._has_warned = True, not warns
         for module in self._model.modules():
             # A distinct object, because torch sets an attribute on it.
-            hook = partial(self._after)
+            hook = partial(self._after_state_dict)
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
     def emit_full_tensors(self, state: Mapping[str, Any]) -> None:
-        """Use the tensors of this state dict of the model, as long as it is alive, in place of empty ones."""
+        """Use the tensors of this state dict of the model in place of empty ones, while they are alive."""
         self._full_tensors.update({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def _records_of(self, module: nn.Module) -> Iterator[tuple[str, ParameterRecord]]:
@@ -291,14 +290,14 @@ class ParameterGuard:
     def _released(self, module: nn.Module) -> list[tuple[str, ParameterRecord]]:
         return [(name, each) for name, each in self._records_of(module) if each.residency is Residency.RELEASED]
 
-    def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         released = self._released(module)
         if released and not self._emits_empty_tensors:
             raise UsageError(f"state_dict() of a model whose parameters are sharded: {_ALTERNATIVES}")
         for _, record in released:
             record.detaches_empty = True
 
-    def _after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         is_partial = False
         for name, record in self._released(module):
             record.detaches_empty = False
@@ -340,9 +339,9 @@ class ParameterGuard:
         return _inert_guard, ()
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors of one type have the same bits."""
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 _ADVICE = (
@@ -352,7 +351,7 @@ _ADVICE = (
 )
 
 
-def _added(name: str) -> str:
+def _not_trained_text(name: str) -> str:
     return (
         f"parameter {name!r} was added to the model, or replaced another one, after initialize(): it would not be "
         "trained. Complete the model before initialize(); to change the values of a parameter, call "
@@ -360,7 +359,7 @@ def _added(name: str) -> str:
     )
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
@@ -370,19 +369,19 @@ class _ApplyWrapper:
     def __init__(self, module: nn.Module, check: Callable[[nn.Module, Convert], None]) -> None:
         self._module = weakref.ref(module)
         self._check = check
-        self._own = module.__dict__.get("_apply")
+        self._original = module.__dict__.get("_apply")
         module.__dict__["_apply"] = self
 
     def __call__(self, fn: Convert, *args: Any, **kwargs: Any) -> nn.Module:
         """Convert the module with `fn`, or raise UsageError if that would change a parameter."""
-        module = self._living()
+        module = self._live_module()
         self._check(module, fn)
-        original = self._own or MethodType(type(module)._apply, module)
+        original = self._original or MethodType(type(module)._apply, module)
         with torch._C.DisableTorchFunctionSubclass():  # so that released parameters are not gathered
             result: nn.Module = original(fn, *args, **kwargs)
         return result
 
-    def _living(self) -> nn.Module:
+    def _live_module(self) -> nn.Module:
         module = self._module()
         if module is None:
             raise UsageError("the module was deleted")
@@ -393,15 +392,15 @@ class _ApplyWrapper:
         module = self._module()
         if module is not None and module.__dict__.get("_apply") is self:
             del module.__dict__["_apply"]
-            if self._own is not None:
-                module.__dict__["_apply"] = self._own
+            if self._original is not None:
+                module.__dict__["_apply"] = self._original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self._living())]
+        copied = memo[id(self._live_module())]
         return MethodType(type(copied)._apply, copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._living(), "_apply")
+        return getattr, (self._live_module(), "_apply")
 
 
 def _inert_guard() -> ParameterGuard:

@@ -1,4 +1,4 @@
-"""The model's whole state dict, read and loaded with the masters, and its export as safetensors."""
+"""The model's full state dict, read from the masters and loaded into them, and its export as safetensors."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]
 
 
 def _whole_state_dict(access: Access) -> dict[str, Any]:
-    """Return copies on the CPU of all entries of the state dict on rank 0, an empty dict on the others (all ranks)."""
-    access.finished("module_state_dict()", lambda: None)
-    leader = access.world.rank == 0
+    """Return CPU copies of all entries of the state dict on rank 0, an empty dict on the other ranks (all ranks)."""
+    access.prepare("module_state_dict()", lambda: None)
+    is_rank0 = access.world.rank == 0
     sharded = [record for record in access.state.records if record.residency is not Residency.RESIDENT]
-    values = {record: torch.empty(record.numel if leader else 0, dtype=record.dtype) for record in sharded}
+    values = {record: torch.empty(record.numel if is_rank0 else 0, dtype=record.dtype) for record in sharded}
     access.read_into(values, [access.source(record, "model") for record in sharded], rank0_only=True)
-    if not leader:
+    if not is_rank0:
         return {}
     found = state_entries(access)
     for name, value in found.items():
@@ -71,12 +71,12 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
     return found
 
 
-def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
-    """Set every parameter to its value, the fp32 master if it is trained, in separate memory or sharded by a `config` (all
-    ranks). `end` removes the engine's hooks; after it only reading can fail."""
+def hand_back(access: Access, config: Any, remove_hooks: Callable[[], None]) -> None:
+    """Set every parameter to its value (its fp32 master if it is trained), in its own memory, or sharded as a `config` says
+    (all ranks). `remove_hooks` removes the engine's hooks; after that only reads can fail."""
     state, device, init = access.state, access.world.device, Init(config=config, enabled=config is not None)
-    records = access.finished("hand_back()", lambda: state.records, changes=True)
-    end()
+    records = access.prepare("hand_back()", lambda: state.records, changes=True)
+    remove_hooks()
     with init:
         for record in records:
             if record.residency is Residency.RESIDENT and state.is_master(record):
@@ -88,7 +88,7 @@ def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
             record.use_values(values.to(device))
             record.parameter.grad = None
             path, _, name = record.name.rpartition(".")
-            init.enter(access.model.get_submodule(path), name)
+            init.shard_parameter(access.model.get_submodule(path), name)
 
 
 def load_module_state(
@@ -97,7 +97,7 @@ def load_module_state(
     """Load a state dict of rank 0 into parameters, masters and buffers of all ranks; return the missing and unexpected names
     (all ranks).
 
-    Raises UsageError on every rank, before any change, that lists the keys that do not fit. `custom` loads it instead, with
+    Raises UsageError, which lists the keys that do not fit, on every rank before any change. `custom` replaces the load, with
     all parameters gathered.
     """
     world, model = access.world, access.model
@@ -107,19 +107,19 @@ def load_module_state(
         with gather(model, modifier_rank=0):
             if world.rank == 0:
                 custom(src=state, dst=model)
-        _share_buffers(access, (value for value in state_entries(access).values() if isinstance(value, torch.Tensor)))
+        _broadcast_buffers(access, (v for v in state_entries(access).values() if isinstance(v, torch.Tensor)))
         return _IncompatibleKeys([], [])
     entries = state_entries(access)
     given = dict(state) if world.rank == 0 else {}
 
     def check() -> None:
         if world.rank == 0:
-            _check(entries, given, strict=strict)
+            _check_entries(entries, given, strict=strict)
 
-    access.finished("load_module_state_dict()", check, changes=True)
+    access.prepare("load_module_state_dict()", check, changes=True)
     names: list[str] = world.broadcast_object([name for name in entries if name in given])
     unexpected: list[str] = world.broadcast_object([name for name in given if name not in entries])
-    loaded: dict[torch.Tensor, None] = {}  # in one order on all ranks
+    loaded: dict[torch.Tensor, None] = {}  # in the same order on all ranks
     for name in names:
         target = entries[name]
         if not isinstance(target, torch.Tensor) or target in loaded:
@@ -130,56 +130,56 @@ def load_module_state(
             access.set_from_rank0(record, given.get(name))
         elif world.rank == 0:
             target.copy_(given[name])
-    _share_buffers(access, loaded)
+    _broadcast_buffers(access, loaded)
     return _IncompatibleKeys([name for name in entries if name not in names], unexpected)
 
 
 def state_entries(access: Access) -> dict[str, Any]:
-    """Return the model's parameters and buffers, not copies, by their names in its state dict."""
+    """Return the model's parameters and buffers themselves, by their names in its state dict."""
     with access.guard.allow_state_dicts():
         found: dict[str, Any] = access.model.state_dict(keep_vars=True)
     return found
 
 
-def _share_buffers(access: Access, tensors: Iterable[torch.Tensor]) -> None:
+def _broadcast_buffers(access: Access, tensors: Iterable[torch.Tensor]) -> None:
     """Broadcast the buffers among `tensors` from rank 0 (all ranks)."""
     for tensor in tensors:
         if not isinstance(tensor, nn.Parameter):
             broadcast_bytes(access.world, tensor)
 
 
-def _check(entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
-    faults: list[str] = []
+def _check_entries(entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
+    mismatches: list[str] = []
     missing, unexpected = [n for n in entries if n not in given], [n for n in given if n not in entries]
     for what, names in (("missing", missing), ("not in the model", unexpected)) if strict else ():
         if names:
-            faults.append(f"{what}: {listed(names, _MAX_LISTED)}")
+            mismatches.append(f"{what}: {listed(names, _MAX_LISTED)}")
     for name, target in entries.items():
         if name not in given:
             continue
         if not isinstance(target, torch.Tensor):
-            faults.append(f"{name}: extra state of a module, which cannot be loaded while the model is in training")
+            mismatches.append(f"{name}: extra state of a module, which cannot be loaded while the model is in training")
         elif not isinstance(given[name], torch.Tensor) or given[name].shape != target.shape:
             got = tuple(given[name].shape) if isinstance(given[name], torch.Tensor) else type(given[name]).__name__
-            faults.append(f"{name}: expected a tensor of shape {tuple(target.shape)}, got {got}")
-    if faults:
-        lines = shortened(faults, _MAX_LISTED)
+            mismatches.append(f"{name}: expected a tensor of shape {tuple(target.shape)}, got {got}")
+    if mismatches:
+        lines = shortened(mismatches, _MAX_LISTED)
         raise UsageError("the state dict does not fit the model:" + "".join(f"\n  {line}" for line in lines))
 
 
 def save_weights(
     access: Access,
     folder: Path,
-    given_name: str | None = None,
+    requested_name: str | None = None,
     *,
     precision: str,
     max_file_bytes: int = MAX_FILE_BYTES,
     without_frozen: bool = False,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write the weights as safetensors in one of `DTYPES` and return the files, the index last; see `save_16bit_model` (all
-    ranks)."""
-    filename = given_name
+    """Write the weights as safetensors, with `precision` one of `DTYPES`; return the files, the index last (all ranks). See
+    `Engine.save_16bit_model`."""
+    filename = requested_name
     if filename is not None and PurePath(filename).suffix in _PICKLE_SUFFIXES:
         stem = PurePath(filename).stem
         filename = (STEM if stem == _PICKLE_STEM else stem) + SUFFIX
@@ -193,57 +193,57 @@ def save_weights(
                 f"save_16bit_model(filename={filename!r}): expected a name that ends with {SUFFIX}, the written format"
             )
         if access.world.rank == 0:
-            _check_free(folder, stem, overwrite=overwrite)
+            _require_no_weights(folder, stem, overwrite=overwrite)
 
-    which = "without frozen parameters" if without_frozen else "all parameters"
-    access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision}, {which})", check)
-    if filename != given_name and access.world.rank == 0:
+    scope = "without frozen parameters" if without_frozen else "all parameters"
+    access.prepare(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision}, {scope})", check)
+    if filename != requested_name and access.world.rank == 0:
         _log.warning(
-            "save_16bit_model: writing %s instead of %s: weights are saved as safetensors", filename, given_name
+            "save_16bit_model: writing %s instead of %s: weights are saved as safetensors", filename, requested_name
         )
     records = [r for r in access.state.records if r.group is not None or not without_frozen]
-    layouts = plan_files(_weights(access.model, records, DTYPES[precision]), max_file_bytes, stem)
+    layouts = plan_files(_planned_weights(access.model, records, DTYPES[precision]), max_file_bytes, stem)
     sources = {model_array(record.name): access.source(record, "model") for record in records}
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
     names = [layout.name for layout in layouts]
     files = [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]
-    export, leads = _Export(access.model, folder, layouts), access.world.rank == 0
-    with access.world.agreeing(), ExitStack() as opened:
+    export, is_rank0 = _Export(access.model, folder, layouts), access.world.rank == 0
+    with access.world.agreeing(), ExitStack() as stack:
         with access.world.agreeing():
-            if leads:
-                export.open(opened)
+            if is_rank0:
+                export.open(stack)
         access.for_each_piece(ordered, export.put, rank0_only=True)
-        if leads:
+        if is_rank0:
             export.finish(precision)
-            kept = {file.name for file in files}
-            for former in [path for path in weight_files(folder, stem) if path.name not in kept]:
-                former.unlink()
+            written = {file.name for file in files}
+            for stale in [path for path in weight_files(folder, stem) if path.name not in written]:
+                stale.unlink()
     return files
 
 
 def weight_files(folder: Path, stem: str = STEM) -> list[Path]:
-    """Return the weights files of that name in a folder, the index last."""
+    """Return the weight files with the name `stem` in a folder, the index last."""
     name = glob.escape(stem)
     patterns = (f"{name}{SUFFIX}", f"{name}{SUFFIX}.index.json", f"{name}-*-of-*{SUFFIX}")
     found = {path for pattern in patterns for path in folder.glob(pattern)}
     return sorted(found, key=lambda path: (path.suffix == ".json", path.name))
 
 
-def _check_free(folder: Path, stem: str, *, overwrite: bool) -> None:
-    """Raise CheckpointExistsError if the folder has weights of that name that must not be replaced."""
+def _require_no_weights(folder: Path, stem: str, *, overwrite: bool) -> None:
+    """Raise CheckpointExistsError if the folder has weights with the name `stem` that must not be replaced."""
     if overwrite and folder.is_dir():
         return
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointExistsError(f"{folder} exists and is not a folder: choose another path")
-    numbered = [path.name for path in folder.glob(f"*{SUFFIX}*") if path.name.startswith((f"{stem}-", f"{stem}."))]
-    if numbered:
+    existing = [path.name for path in folder.glob(f"*{SUFFIX}*") if path.name.startswith((f"{stem}-", f"{stem}."))]
+    if existing:
         raise CheckpointExistsError(
-            f"{folder} already has weights ({min(numbered)}): remove them, or choose another folder or filename"
+            f"{folder} already has weights ({min(existing)}): remove them, or choose another folder or filename"
         )
 
 
-def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
-    """Return the tensors to write, the same as `zstore consolidate`."""
+def _planned_weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
+    """Return the tensors to write: those that `zstore consolidate` writes."""
     weights = []
     for record in records:
         kind = dtype_name(record.dtype)
@@ -267,17 +267,17 @@ class _Export:
         self._is_new = not target.exists()
         self._layouts = layouts
         self._files = Files()
-        self._due = deque(weight for layout in layouts for weight in layout.weights)
+        self._remaining = deque(weight for layout in layouts for weight in layout.weights)
         self._buffers = {buffer_array(name): buffer for name, buffer in stored_buffers(model)}
 
-    def open(self, opened: ExitStack) -> None:
-        """Create the files, which `opened` closes; a new folder is renamed to its final name at the end without an error."""
+    def open(self, stack: ExitStack) -> None:
+        """Create the files, which `stack` closes; without an error it then gives a new folder its final name."""
         if self._is_new:
-            place = new_folder(self._files, self._target)
+            destination = new_folder(self._files, self._target)
         else:
-            place = temporary_folder(self._files, self._target, self._layouts[0].name)
-        self._folder = opened.enter_context(place)
-        self._writer = opened.enter_context(WeightsWriter(self._files, self._layouts, self._folder, overflow="error"))
+            destination = temporary_folder(self._files, self._target, self._layouts[0].name)
+        self._folder = stack.enter_context(destination)
+        self._writer = stack.enter_context(WeightsWriter(self._files, self._layouts, self._folder, overflow="error"))
 
     def put(self, source: RankArray, first: int, values: torch.Tensor) -> None:
         """Write a piece, after the buffers that precede it in the files."""
@@ -285,8 +285,8 @@ class _Export:
         self._writer.put(source.name, first, as_numpy(values))
 
     def _put_buffers(self, stop: str | None) -> None:
-        while self._due and self._due[0].array != stop:
-            array = self._due.popleft().array
+        while self._remaining and self._remaining[0].array != stop:
+            array = self._remaining.popleft().array
             if array in self._buffers and self._buffers[array].numel():
                 self._writer.put(array, 0, as_numpy(host_values(self._buffers[array]).view(-1)))
 
@@ -299,7 +299,7 @@ class _Export:
         save_config(self._model, self._folder)
         if self._is_new:
             return
-        # Weights last, and the index after them: until then no reader takes the folder for a complete model.
+        # Weights last, and the index after them: until then readers do not take the folder for a complete model.
         others = [name for name in os.listdir(self._folder) if name not in names]
         for name in [name for name in others if not (self._target / name).exists()] + names:
             self._files.rename(self._folder / name, self._target / name)

@@ -1,13 +1,13 @@
-"""`engine.offload_states()`: states of a run move to another tier between two steps, and back with the same bits.
+"""`engine.offload_states()`: moves states of a run to another tier between two steps, and back with the same bits.
 
 [Note: offloaded states]
 optim_states              the optimizer's slots
 hp_params                 fp32 masters
 lp_params                 the model's parameters, on any tier
-lp_grads,                 the memory of gradients: between two steps it is empty, so it is freed, and the next backward
+lp_grads,                 the memory of gradients, which is unused between two steps: it is freed, and the next backward
 contiguous_grad_buffer    allocates it again
 Arrays of the store move to the tier and back. The memory of a parameter is copied to an array of the store and freed; the
-parameter stays released until it moves back. State on that tier or a lower one stays.
+parameter stays released until it is reloaded. State that is already on that tier or a lower one stays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .access import Access
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""The states that can be moved, by DeepSpeed's names. See [Note: offloaded states]."""
+"""DeepSpeed's names of the states that can be offloaded. See [Note: offloaded states]."""
 _TIERS: dict[str, TierName] = {"cpu": "pinned", "nvme": "disk"}
 _DEPTH = {"device": 0, "host": 1, "pinned": 1, "disk": 2}
 
@@ -42,18 +42,18 @@ class OffloadedStates:
         self._training = training
         self._access = access
         self._offloaded = training.offloaded_states
-        self._former: dict[str, TierName] = {}
-        """Moved arrays, and their original tiers."""
-        self._copied: dict[ParameterRecord, str] = {}
-        """Parameters whose memory was freed, and the arrays with their values."""
+        self._original_tiers: dict[str, TierName] = {}
+        """Moved arrays and their original tiers."""
+        self._stored_copies: dict[ParameterRecord, str] = {}
+        """Parameters whose memory was freed, and the arrays with copies of their values."""
 
     @torch.inference_mode(False)  # later steps write to this memory
     def offload(self, include: Iterable[Any] | None, device: Any) -> None:
-        """Move `include`, all by default, to a tier (all ranks). An error moves everything back, and raises on every rank."""
+        """Move the states `include`, by default all, to a tier (all ranks). After an error everything is moved back."""
         call = "engine.offload_states()"
-        names = _names_of(include)
+        names = _state_names(include)
         tier = self._tier_of(device)
-        self._access.require_no_block(call)
+        self._access.require_no_open_gather(call)
 
         def check() -> None:
             if not self._training.accumulation.is_new:
@@ -63,7 +63,7 @@ class OffloadedStates:
                     f"{call}: {stepper.name} steps whole tensors, whose state cannot be moved: use an element-wise optimizer"
                 )
 
-        self._access.finished(call, check, changes=True, moves=True)
+        self._access.prepare(call, check, changes=True, moves=True)
         if self._access.units is not None:
             self._access.units.invalidate()
         try:
@@ -90,32 +90,32 @@ class OffloadedStates:
     def _move(self, names: set[str], tier: TierName) -> None:
         training, state = self._training, self._training.state
         self._offloaded |= names
-        state.plans.clear()  # they hold memory
+        state.plans.clear()  # plans reference memory
         for record in state.records:
             if "lp_params" in names and record.is_in_place:
                 record.use_in_place(None)
             for array in state.all_arrays(record):
                 if (group := self._group_of(record, array)) in names:
-                    self._move_array(array, tier, fetched=group == "lp_params")
+                    self._move_array(array, tier, is_fetched=group == "lp_params")
             if "lp_params" in names and record.stored_array is None:
                 self._offload_memory(record, tier)
         if names & {"lp_grads", "contiguous_grad_buffer"}:
             training.gradients.free()
 
     def _group_of(self, record: ParameterRecord, array: str) -> str | None:
-        """Return the state that an array of a parameter belongs to; None: the array is the parameter's own memory."""
+        """Return the state that an array of a parameter belongs to; None if the array is the parameter's own memory."""
         if array == record.stored_array:
             return "lp_params"
         if array.startswith("optimizer/"):
             return "optim_states"
         return "hp_params" if record.group is not None and not self._training.state.is_master(record) else None
 
-    def _move_array(self, name: str, tier: TierName, *, fetched: bool = False) -> None:
+    def _move_array(self, name: str, tier: TierName, *, is_fetched: bool = False) -> None:
         store = self._training.state.store
-        former = store.tier(name).name
-        if _DEPTH[former] < _DEPTH[tier]:
+        current = store.tier(name).name
+        if _DEPTH[current] < _DEPTH[tier]:
             store.relocate(name, tier, self._copy)
-            self._former.setdefault(name, "pinned" if fetched and former == "host" else former)
+            self._original_tiers.setdefault(name, "pinned" if is_fetched and current == "host" else current)
 
     def _copy(self, target: Any, source: Any) -> None:
         self._training.state.transfers.copy_into(as_torch(target), as_torch(source))
@@ -123,20 +123,20 @@ class OffloadedStates:
     def _offload_memory(self, record: ParameterRecord, tier: TierName) -> None:
         """Copy a parameter's memory to the store and free it."""
         name = f"offloaded/{record.name}"
-        if record in self._copied:
+        if record in self._stored_copies:
             self._move_array(name, tier)
             return
-        store, values = self._training.state.store, _memory(record)
+        store, values = self._training.state.store, _own_memory(record)
         if not values.numel():
             return
         spec = ArraySpec(name=name, shape=(values.numel(),), dtype=dtype_name(values.dtype))
         store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier=tier)
         try:
-            self._pass(name, "fill", lambda view, part: self._copy(view, values[part]))
+            self._for_each_tile(name, "fill", lambda view, part: self._copy(view, values[part]))
         except BaseException:
             store.remove(name)
             raise
-        self._copied[record] = name
+        self._stored_copies[record] = name
         self._training.state.transfers.synchronize()
         if self._group_of(record, model_array(record.name)) is None:
             store.change_memory(model_array(record.name), None)
@@ -149,21 +149,21 @@ class OffloadedStates:
             record.shard = freed
 
     def _restore(self, record: ParameterRecord) -> None:
-        name, store = self._copied.pop(record), self._training.state.store
-        self._former.pop(name, None)
+        name, store = self._stored_copies.pop(record), self._training.state.store
+        self._original_tiers.pop(name, None)
         if record.shard is None:
             record.full = record.new_full()
             record.use_full()
             record.residency = Residency.RESIDENT
         else:
             record.shard = record.full.new_zeros(record.state_grid.shard_numel)[: record.owned_numel]
-        values = _memory(record)
-        self._pass(name, "read", lambda view, part: self._copy(values[part], view))
+        values = _own_memory(record)
+        self._for_each_tile(name, "read", lambda view, part: self._copy(values[part], view))
         store.remove(name)
         if self._group_of(record, model_array(record.name)) is None:
             store.change_memory(model_array(record.name), record.owned())
 
-    def _pass(self, name: str, mode: Any, use: Callable[[Any, slice], None]) -> None:
+    def _for_each_tile(self, name: str, mode: Any, use: Callable[[Any, slice], None]) -> None:
         with self._training.state.open_pass([[name]], mode) as tiles:
             for tile in tiles:
                 use(tile.views[0], slice(tile.first, tile.stop))
@@ -173,18 +173,18 @@ class OffloadedStates:
         """Move everything back (all ranks)."""
         store = self._training.state.store
         with self._training.world.agreeing():
-            for record in list(self._copied):
+            for record in list(self._stored_copies):
                 self._restore(record)
-            for name, tier in list(self._former.items()):
+            for name, tier in list(self._original_tiers.items()):
                 store.relocate(name, tier, self._copy)
-                del self._former[name]
+                del self._original_tiers[name]
             for record in self._training.state.records:
                 self._training.state.use_in_place(record)
             self._offloaded.clear()
 
 
-def _names_of(include: Iterable[Any] | None) -> set[str]:
-    """Return the requested states. Raises UsageError for an unknown one."""
+def _state_names(include: Iterable[Any] | None) -> set[str]:
+    """Return the names of the requested states. Raises UsageError for an unknown state."""
     names = [getattr(item, "value", item) for item in (STATES if include is None else include)]
     for name in names:
         if name not in STATES:
@@ -194,6 +194,6 @@ def _names_of(include: Iterable[Any] | None) -> set[str]:
     return set(names)
 
 
-def _memory(record: ParameterRecord) -> torch.Tensor:
+def _own_memory(record: ParameterRecord) -> torch.Tensor:
     """Return the parameter's own memory, 1-D: its rows, or all values if it is resident."""
     return record.full if record.shard is None else record.shard

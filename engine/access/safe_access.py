@@ -1,14 +1,14 @@
-"""`gather`, whole parameters in a `with` block, and access to their state under DeepSpeed's names (`deepspeed.utils`).
+"""`gather` (whole parameters in a `with` block), and access to their state under DeepSpeed's names (`deepspeed.utils`).
 
-All are collectives: every rank calls them for the same parameters, in the same order. Getters return None for a parameter
+All calls are collectives: every rank calls them for the same parameters, in the same order. Getters return None for a parameter
 that is not trained by an open engine.
 
 [Note: changes in a block]
 With a `modifier_rank`, that rank's values are broadcast at the end of the block; the fp32 master of each parameter with a
 changed bit becomes the new value. An unchanged parameter keeps its master, which is more precise. Without it the block is
-read-only: a change that shows in the parameter's version counter, or in this rank's rows of a sharded parameter, is undone
-and raises; a write through `.data` elsewhere is lost silently. An fp32 parameter that is its own master (whole on every rank,
-state on the device) has no copy to restore, and keeps the written values, as without an engine.
+read-only: a change detected by the parameter's version counter, or in this rank's rows of a sharded parameter, raises and is
+undone; a write through `.data` elsewhere is lost silently. An fp32 parameter that is its own master (whole on every rank,
+state on the device) has no copy to restore from, and keeps the written values, as without an engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zstore.format import model_array
 from zstore.io.memory import as_torch
 from zstore.ranks.world import World, agree_any
 
-from ..build.builder import Builder, Built, find_built, seen_by_init
+from ..build.builder import Builder, BuiltParameter, find_built, seen_by_init
 from ..params.record import ParameterRecord, Residency
 from .access import Access, RankArray, find_run, rows_source
 from .guard import same_bits
@@ -39,7 +39,7 @@ Parameters = nn.Parameter | nn.Module | Iterable[nn.Parameter]
 
 @contextmanager
 def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[None]:
-    """Gather parameters for the length of a `with` block (all ranks, with the same parameters).
+    """Gather parameters for the duration of a `with` block (all ranks, with the same parameters).
 
     `params` is one parameter, several, or a module. With `modifier_rank`, every rank's parameters and fp32 masters get that
     rank's values at the end of the block. Without it the block is read-only: a detected change is undone and raises
@@ -55,12 +55,12 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
     with ExitStack() as opened:
         error: Exception | None = None
         try:
-            for world, block in _blocks(_listed(params), modifier_rank):
+            for world, block in _gather_blocks(_as_list(params), modifier_rank):
                 with world.calling("gather"):
                     opened.enter_context(block)
                 worlds.append(world)
             yield
-        except Exception as raised:  # not Ctrl-C, or the end of a closed generator, which only this rank has
+        except Exception as raised:  # not Ctrl-C or the end of a closed generator, which happen on this rank only
             error = raised
         with ExitStack() as closing:
             for world in worlds:
@@ -72,7 +72,7 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
                 raise error
 
 
-def _listed(params: Parameters) -> list[nn.Parameter]:
+def _as_list(params: Parameters) -> list[nn.Parameter]:
     if isinstance(params, nn.Parameter):
         params = [params]
     elif isinstance(params, nn.Module):
@@ -84,28 +84,28 @@ def _listed(params: Parameters) -> list[nn.Parameter]:
     return listed
 
 
-def _blocks(
+def _gather_blocks(
     parameters: Sequence[nn.Parameter], modifier_rank: int | None
 ) -> list[tuple[World, AbstractContextManager[None]]]:
-    """Return a block, with its ranks, for each run and builder of the parameters, and one for others of `zstore.Init`."""
+    """Return a block, with its ranks, for each run, for each builder, and for parameters that `zstore.Init` left whole."""
     runs: dict[Access, list[ParameterRecord]] = {}
-    builders: dict[Builder, list[Built]] = {}
-    plain = []
+    builders: dict[Builder, list[BuiltParameter]] = {}
+    unsharded = []
     for parameter in parameters:
         if (in_run := find_run(parameter)) is not None:
             runs.setdefault(in_run[0], []).append(in_run[1])
         elif (built := find_built(parameter)) is not None:
             builders.setdefault(built[0], []).append(built[1])
         elif parameter in seen_by_init:
-            plain.append(parameter)
+            unsharded.append(parameter)
     blocks: list[tuple[World, AbstractContextManager[None]]]
     blocks = [(access.world, _gather_in_run(access, records, modifier_rank)) for access, records in runs.items()]
     blocks += [
         (builder.world, _gather_in_builder(builder, built, modifier_rank)) for builder, built in builders.items()
     ]
-    if plain and modifier_rank is not None:
+    if unsharded and modifier_rank is not None:
         world = World.current()
-        blocks.append((world, _broadcast_after(world, plain, modifier_rank)))
+        blocks.append((world, _broadcast_after(world, unsharded, modifier_rank)))
     return blocks
 
 
@@ -116,10 +116,10 @@ def _check_rank(rank: int | None, world: World) -> None:
 
 @contextmanager
 def _gather_in_run(access: Access, records: Sequence[ParameterRecord], rank: int | None) -> Iterator[None]:
-    """Gather parameters of a run; at the end write changes back or undo them, and release the parameters."""
+    """Gather parameters of a run; at the end write changes back, or undo them, and release the parameters."""
     names = hashlib.sha256("\n".join(record.name for record in records).encode()).hexdigest()[:16]
     call = f"gather() of {len(records)} parameters ({names}), modifier_rank={rank}"
-    access.finished(call, lambda: _check_rank(rank, access.world), changes=rank is not None)
+    access.prepare(call, lambda: _check_rank(rank, access.world), changes=rank is not None)
     if access.units is not None:
         access.units.gather(records, partial(_all_gather, access))
     access.guard.open_blocks += 1
@@ -155,7 +155,7 @@ def _all_gather(access: Access, records: Sequence[ParameterRecord]) -> None:
 
 
 def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -> None:
-    """Set parameters, and masters that differ from them, to the values of `rank` (all ranks)."""
+    """Set parameters, and the masters that differ from them, to the values of `rank` (all ranks)."""
     world = access.world
     with world.agreeing():
         for record in records:
@@ -175,19 +175,19 @@ def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -
 
 
 def _undo(access: Access, records: Sequence[ParameterRecord], versions: Sequence[int]) -> None:
-    """Restore parameters that were changed on any rank since these versions, and raise UsageError on every rank."""
+    """Restore parameters that any rank has changed since these versions, and raise UsageError on every rank."""
     changed = agree_any(access.world, [_is_changed(*pair) for pair in zip(records, versions, strict=True)])
-    found = [record for record, differs in zip(records, changed, strict=True) if differs]
-    if not found:
+    restored = [record for record, differs in zip(records, changed, strict=True) if differs]
+    if not restored:
         return
-    _restore(access, found)
-    names = ", ".join(repr(record.name) for record in found[:5])
+    _restore(access, restored)
+    names = ", ".join(repr(record.name) for record in restored[:5])
     raise _read_only_error(names, " (except for fp32 parameters that are their own masters)")
 
 
 def _read_only_error(names: str, exception: str = "") -> UsageError:
     return UsageError(
-        f"gather() without modifier_rank is read-only, but {names} changed in the block on some rank; the change is "
+        f"gather() without modifier_rank is read-only, but {names} changed in the block on some rank; the change was "
         f"undone{exception}. Pass modifier_rank=RANK to keep that rank's changes"
     )
 
@@ -224,30 +224,30 @@ def _restore_memory(record: ParameterRecord, *, keep: bool) -> None:
 
 
 @contextmanager
-def _gather_in_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> Iterator[None]:
-    """Gather parameters of a model that is being built in shards; at the end write changes back, or drop them."""
+def _gather_in_builder(builder: Builder, built: Sequence[BuiltParameter], rank: int | None) -> Iterator[None]:
+    """Gather parameters of a model that is being built in shards; at the end write changes back, or discard them."""
     _check_rank(rank, builder.world)
-    for one in built:
-        builder.touch(one)
-    pairs = [(one, parameter) for one in built if (parameter := one.ref()) is not None]
+    for each in built:
+        builder.make_live(each)
+    pairs = [(each, parameter) for each in built if (parameter := each.ref()) is not None]
     versions = [parameter._version for _, parameter in pairs]
-    kept = False
+    keeps_changes = False
     try:
         with builder.guard.suspended():
             yield
         changed = [p._version != version for (_, p), version in zip(pairs, versions, strict=True)]
         if rank is None and any(agree_any(builder.world, changed)):
             raise _read_only_error("parameters")
-        kept = rank is not None
+        keeps_changes = rank is not None
     finally:
-        for one, parameter in () if kept else pairs:
-            builder.set_placeholder(one, parameter)
+        for each, parameter in () if keeps_changes else pairs:
+            builder.set_placeholder(each, parameter)
     if rank is not None:
         for _, parameter in pairs:
             builder.world.broadcast(parameter.data, rank)
         with builder.world.agreeing():
-            for one, parameter in pairs:
-                builder.release(one, parameter)
+            for each, parameter in pairs:
+                builder.release(each, parameter)
 
 
 @contextmanager
@@ -270,8 +270,8 @@ def _broadcast_after(world: World, parameters: Sequence[nn.Parameter], rank: int
 def with_synced_gpus(generate: Callable[..., Any]) -> Callable[..., Any]:
     """Return `generate` with transformers' `synced_gpus` on by default.
 
-    Gathering is a collective, so a rank whose texts are complete must run forwards until all are; `synced_gpus` does so. A
-    `generate` without that parameter is returned unchanged: it must run equally many forwards on every rank.
+    Gathering is a collective, so a rank whose texts are complete must run forwards until all are complete: `synced_gpus` does
+    that. A `generate` without that parameter is returned unchanged: it must run the same number of forwards on every rank.
     """
     signature = inspect.signature(generate)
     if "synced_gpus" not in signature.parameters:
@@ -288,13 +288,13 @@ def with_synced_gpus(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the fp32 master of a parameter, whole, on the CPU."""
+    """Return the whole fp32 master of a parameter on the CPU."""
     found = _find(param)
     return None if found is None else found[0].parameter(found[1].name)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return an optimizer slot of a parameter, as "exp_avg", whole, on the CPU."""
+    """Return a whole optimizer slot of a parameter, such as "exp_avg", on the CPU."""
     found = _find(param)
     return None if found is None else found[0].optimizer_state(found[1].name, optim_state_key)
 
@@ -306,19 +306,19 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace a parameter and its fp32 master; rank 0's values count."""
+    """Replace a parameter and its fp32 master by rank 0's values."""
     access, record = _find_or_raise(param)
     access.set_parameter(record.name, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace an optimizer slot of a parameter; rank 0's values count."""
+    """Replace an optimizer slot of a parameter by rank 0's values."""
     access, record = _find_or_raise(param)
     access.set_optimizer_state(record.name, optim_state_key, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace a parameter's averaged, unscaled gradient, after the last backward of a step; rank 0's values count.
+    """Replace a parameter's averaged, unscaled gradient by rank 0's values, after the last backward of a step.
 
     Raises UsageError if there is none, or if it is on disk.
     """
@@ -331,8 +331,8 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
             )
         access.check_values(record, value)
 
-    access.finished(f"safe_set_full_grad({record.name!r})", check)
-    full = access.from_rank0(record, value, torch.float32)
+    access.prepare(f"safe_set_full_grad({record.name!r})", check)
+    full = access.broadcast_from_rank0(record, value, torch.float32)
     access.gradients.replace(record, full.mul_(access.scaler.scale))
 
 
@@ -347,21 +347,21 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return this rank's rows of the fp32 master of a parameter, 1-D, a copy."""
+    """Return a copy of this rank's rows of the fp32 master of a parameter, 1-D."""
     if (found := _find(param)) is None:
         return None
     access, record = found
     call = f"get_full_parameter({record.name!r})"
-    return _rows(access.finished(call, lambda: access.source(record, "model")))
+    return _read_rows(access.prepare(call, lambda: access.source(record, "model")))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's rows of an optimizer slot of a parameter, 1-D, a copy."""
+    """Return a copy of this rank's rows of an optimizer slot of a parameter, 1-D."""
     if (found := _find(param)) is None:
         return None
     access, record = found
     source = access.slot(record.name, optim_state_key)
-    return _rows(source) if isinstance(source, RankArray) else torch.tensor(source)
+    return _read_rows(source) if isinstance(source, RankArray) else torch.tensor(source)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -385,18 +385,18 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     safe_set_full_grad(param, _from_local_rows(param, value))
 
 
-def _rows(source: RankArray) -> torch.Tensor:
-    return source.begin(0, source.record.owned_numel)().clone()
+def _read_rows(source: RankArray) -> torch.Tensor:
+    return source.start_read(0, source.record.owned_numel)().clone()
 
 
 def _from_local_rows(param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-    """Return the whole values of a parameter from each rank's `rows` (all ranks). Raises UsageError on every rank if one passes
-    another number of elements than it owns."""
+    """Return the whole values of a parameter from each rank's `rows` (all ranks). Raises UsageError on every rank if any passes
+    a number of elements other than its own."""
     access, record = _find_or_raise(param)
     with access.world.agreeing():
         if rows.numel() != record.owned_numel:
             raise UsageError(
-                f"parameter {record.name!r}: expected {record.owned_numel} values, this rank's, got {rows.numel()}"
+                f"parameter {record.name!r}: expected this rank's {record.owned_numel} values, got {rows.numel()}"
             )
     full = torch.empty(record.shape, dtype=torch.float32)
     access.read_into({record: full.view(-1)}, [rows_source(record, rows.detach().flatten(), torch.float32)])
@@ -411,5 +411,5 @@ def _find(param: nn.Parameter) -> tuple[Access, ParameterRecord] | None:
 def _find_or_raise(param: nn.Parameter) -> tuple[Access, ParameterRecord]:
     found = _find(param)
     if found is None:
-        raise UsageError(f"a parameter of shape {tuple(param.shape)} is trained by no open engine")
+        raise UsageError(f"a parameter of shape {tuple(param.shape)} is not trained by any open engine")
     return found

@@ -1,10 +1,10 @@
-"""Activation checkpointing: torch's, under DeepSpeed's names, and one switch for a model's blocks, the modules in its
+"""Activation checkpointing: torch's, under DeepSpeed's names, and a switch for all blocks of a model, the modules in its
 outermost ModuleLists.
 
 [Note: a checkpointed block]
-`checkpoint(function, *args)` saves the tensors in `args`, and recomputes those in `function` in the backward. It is torch's
-non-reentrant checkpointing, with the same random numbers and autocast, so the bits do not change. Autograd saves the tensors,
-so the engine's saved-tensor hooks offload them (see `offload`).
+`checkpoint(function, *args)` saves the tensors in `args`, and recomputes those of `function` in the backward. It is torch's
+non-reentrant checkpointing, with the same random numbers and autocast state, so the bits do not change. Autograd saves the
+tensors, so the engine's saved-tensor hooks can offload them (see `offload`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .offload import active_offload, find_blocks
 _log = logging.getLogger("zstore")
 
 
-class _Process:
-    """The setting of this process."""
+class _ProcessSettings:
+    """Settings of this process."""
 
     in_cpu: bool | None = None
-    """Whether inputs go to host memory if no engine offloads them; None: `configure` was not called."""
+    """Whether inputs go to host memory if no engine offloads them; None if `configure` was not called."""
 
 
 def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
@@ -47,7 +47,7 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
 ) -> None:
     """Set whether `checkpoint` keeps the inputs of blocks in host memory in this process, until the next call.
 
-    `deepspeed_config`, a dict or a path, has defaults in its section `activation_checkpointing`. Only `checkpoint_in_cpu` has
+    `deepspeed_config`, a dict or a path, has defaults in its `activation_checkpointing` section. Only `checkpoint_in_cpu` has
     an effect. Raises ConfigError for a wrong config.
     """
     given = {
@@ -63,17 +63,17 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
     if isinstance(raw, Mapping):  # other sections are not read
         section = raw.get("activation_checkpointing") or {}
         if isinstance(section, Mapping):
-            section = {**section, **{key: one for key, one in given.items() if one is not None}}
+            section = {**section, **{key: value for key, value in given.items() if value is not None}}
         raw = {"activation_checkpointing": section}
     config = load_config(raw, name="zstore.checkpointing.configure(...)")
     for line in config.report():
         _log.warning("zstore.checkpointing.configure: %s", line)
-    _Process.in_cpu = config.settings.activation_checkpointing.cpu_checkpointing
+    _ProcessSettings.in_cpu = config.settings.activation_checkpointing.cpu_checkpointing
 
 
 def is_configured() -> bool:
     """Return whether `configure` was called."""
-    return _Process.in_cpu is not None
+    return _ProcessSettings.in_cpu is not None
 
 
 def reset() -> None:
@@ -81,15 +81,15 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, whose activations the backward recomputes. See [Note: a checkpointed block].
+    """Return `function(*args)`, whose activations are recomputed in the backward. See [Note: a checkpointed block].
 
     Tensors that are not directly in `args` are saved unchanged.
     """
-    keeping: AbstractContextManager[object] = nullcontext()
-    if _Process.in_cpu and torch.is_grad_enabled() and active_offload.get() is None:
+    offloading: AbstractContextManager[object] = nullcontext()
+    if _ProcessSettings.in_cpu and torch.is_grad_enabled() and active_offload.get() is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        keeping = torch.autograd.graph.save_on_cpu(pin_memory=device_type == "cuda", device_type=device_type)
-    with keeping:
+        offloading = torch.autograd.graph.save_on_cpu(pin_memory=device_type == "cuda", device_type=device_type)
+    with offloading:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
@@ -98,8 +98,8 @@ non_reentrant_checkpoint = checkpoint
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Checkpoint the blocks of `model`, in place; a model of transformers by its own method. Raises UsageError if the model
-    has no blocks."""
+    """Checkpoint the blocks of `model`, in place, or use the own method of a transformers model. Raises UsageError if the
+    model has no blocks."""
     if getattr(model, "supports_gradient_checkpointing", False):
         for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first
             method: Any = getattr(model, name, None)
@@ -113,18 +113,18 @@ def checkpoint_blocks(model: nn.Module) -> None:
             "there, or call zstore.checkpointing.checkpoint(function, *args) in its forward"
         )
     for block in blocks:
-        former = block.forward
+        forward = block.forward
         # The block's hooks, which gather its parameters, stay around it.
-        if not (isinstance(former, partial) and former.func is _checkpoint_call):
-            block.forward = partial(_checkpoint_call, former)
+        if not (isinstance(forward, partial) and forward.func is _checkpoint_call):
+            block.forward = partial(_checkpoint_call, forward)
 
 
 def _checkpoint_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)` by `checkpoint`, with the tensors of `kwargs` as arguments."""
+    """Return `function(*args, **kwargs)` through `checkpoint`, with the tensors of `kwargs` as arguments."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return checkpoint(partial(_with_names, function, tuple(kwargs), len(args)), *args, *kwargs.values())
 
 
-def _with_names(function: Callable[..., Any], names: tuple[str, ...], num_plain: int, *values: Any) -> Any:
-    return function(*values[:num_plain], **dict(zip(names, values[num_plain:], strict=True)))
+def _with_names(function: Callable[..., Any], names: tuple[str, ...], num_positional: int, *values: Any) -> Any:
+    return function(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))

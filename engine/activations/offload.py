@@ -1,15 +1,15 @@
-"""Offloads tensors that autograd saves during the forward, in the background, and prefetches them in the backward.
+"""Offloads the tensors that autograd saves in the forward, in the background, and prefetches them in the backward.
 
 [Note: offloaded activations]
 Saved-tensor hooks are active in the engine's forward. `pack` receives the inputs of checkpointed blocks and, without
-checkpointing, everything that blocks save. These stay: parameters and buffers, storages under 64 KiB, tensors that are a small
-part of a large storage, subclasses of Tensor, tensors with a lazy negation or conjugation, and tensors saved after the last
-block, which the backward needs first.
+checkpointing, everything that blocks save. Not offloaded are parameters and buffers, storages under 64 KiB, tensors that are a
+small part of a large storage, subclasses of Tensor, tensors with a lazy negation or conjugation, and tensors saved after the
+last block, which the backward needs first.
 
-A piece is the memory of one storage, as bytes; views of it are made again over the restored memory. A thread writes it to
-its tier; a backward that needs it earlier takes it from memory. At most `_MAX_WRITE_BYTES` (or one piece) are being written:
-then the forward waits. When a piece is needed, another thread prefetches those saved before it, the latest first, up to
-`_MAX_PREFETCH_BYTES` (or one piece). In a backward no other writes start. The place of a piece is freed when autograd drops its
+A piece is the memory of one storage, as bytes; views of it are recreated over the restored memory. A thread writes it to its
+tier; a backward that needs it earlier takes it from memory. The forward waits while more than `_MAX_WRITE_BYTES` (or one piece)
+would be in flight. When a piece is needed, another thread prefetches those saved before it, the latest first, up to
+`_MAX_PREFETCH_BYTES` (or one piece). No writes start during a backward. The place of a piece is freed when autograd drops its
 saved tensors, also after a failed forward or backward. A retained graph keeps restored pieces in memory.
 """
 
@@ -42,11 +42,11 @@ from ..config.config import Config
 from ..runtime.device import Event, StreamContext, Transfers
 
 _WORD_BYTES = 4
-"""Bytes of an element of an array on disk; chunks are cut by elements."""
+"""Bytes of an element of an array on disk."""
 _MIN_BYTES = 64 * 1024
-"""Smaller storages stay: a transfer would cost more than their memory."""
+"""Smaller storages are not offloaded: a transfer would cost more than it frees."""
 _MAX_STORAGE_RATIO = 8
-"""A tensor stays if its storage is larger by a higher ratio: other code owns the storage."""
+"""Tensors whose storage is larger by a higher factor are not offloaded: other code owns the storage."""
 _MAX_WRITE_BYTES = 64 * 1024 * 1024
 _MAX_PREFETCH_BYTES = 64 * 1024 * 1024
 
@@ -58,23 +58,23 @@ class ActivationStatistics:
     tier: str
     """Tier of the activations: host or disk."""
     kept_bytes: int = 0
-    """Bytes chosen to be offloaded."""
+    """Bytes selected for offloading."""
     written_bytes: int = 0
-    """Bytes written to the tier, without pieces that the backward needed earlier."""
+    """Bytes written to the tier, except pieces that the backward needed before."""
     read_bytes: int = 0
     """Bytes read back."""
     resting_bytes: int = 0
-    """Bytes on the tier now."""
+    """Bytes currently on the tier."""
     resting_peak_bytes: int = 0
-    """Peak of these."""
+    """Peak of `resting_bytes`."""
 
 
 class HostPieces:
     """The tier of host memory, pinned if possible, within the store's budget.
 
-    `make` returns a place for a piece and `free` frees it, called by one thread at a time; `make` raises BudgetError or
-    DiskFullError if there is no room. `write` copies `source`, uint8 on the device, to a place, and `read` a place to `target`,
-    after an event: both block, each in a separate thread.
+    `allocate` returns a place for a piece and `free` frees it, called by one thread at a time; `allocate` raises BudgetError or
+    DiskFullError if there is no room. After an event, `write` copies `source`, uint8 on the device, to a place, and `read`
+    copies a place to `target`: both block, each in its own thread.
     """
 
     name = "host"
@@ -83,7 +83,7 @@ class HostPieces:
         self._budget = store.budget
         self._transfers = transfers
 
-    def make(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         self._budget.require(
             nbytes, 'an activation ("activations": "host")', ', or set zstore.activations to "disk" or "device"'
         )
@@ -102,27 +102,27 @@ class HostPieces:
 
 
 class DiskPieces:
-    """The tier of arrays of the store, which writes them with checksums; each is reused for the next piece of its size."""
+    """The disk tier: arrays of the store, written with checksums; each is reused for the next piece of its size."""
 
     name = "disk"
 
     def __init__(self, store: Store, transfers: Transfers, pool_bytes: int) -> None:
         self._store = store
         self._transfers = transfers
-        # Separate pools: a read must not wait for the writes of the forward.
+        # Separate pools, since a read must not wait for the writes of the forward.
         self._writing = store.make_pool(pool_bytes // 2)
         self._reading = store.make_pool(pool_bytes // 2)
         self._free: dict[int, list[str]] = defaultdict(list)
         """Unused arrays, by their number of words."""
-        self._made = 0
+        self._count = 0
 
-    def make(self, nbytes: int) -> str:
+    def allocate(self, nbytes: int) -> str:
         words = -(-nbytes // _WORD_BYTES)
         if self._free[words]:
             return self._free[words].pop()
-        spec = ArraySpec(name=f"activation/{self._made}", shape=(words,), dtype="int32")
+        spec = ArraySpec(name=f"activation/{self._count}", shape=(words,), dtype="int32")
         self._store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="disk")
-        self._made += 1
+        self._count += 1
         return spec.name
 
     def write(self, place: str, source: torch.Tensor, after: Event) -> None:
@@ -140,9 +140,9 @@ class DiskPieces:
                 stored = as_torch(tile.views[0]).view(torch.uint8)[: part.numel()]
                 target, source = (part, stored) if reads else (stored, part)
                 if self._transfers.link(source, target) is None:
-                    # One memcpy, without torch's threads, which the computation uses.
+                    # A memcpy without torch's threads, which the computation uses.
                     ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
-                else:  # done before the next tile, which returns the buffer
+                else:  # complete before the next tile, which recycles the buffer
                     self._transfers.begin(target, source, after=after).wait()
 
     def free(self, place: str) -> None:
@@ -151,18 +151,18 @@ class DiskPieces:
 
 ActivationTier = HostPieces | DiskPieces
 Place = Any
-"""Place of one piece; opaque except to its tier."""
+"""Place of one piece, opaque except to its tier."""
 
 
 class _State(Enum):
     """State of a piece. See [Note: offloaded activations]."""
 
     WRITING = "writing"
-    """It is in memory, to be written to its tier."""
+    """It is in memory, and will be written to its tier."""
     OFFLOADED = "offloaded"
     """It is only on its tier."""
     NEEDED = "needed"
-    """It is in memory, or being read, until it is dropped."""
+    """It is in memory, or being read back, until it is dropped."""
 
 
 class _Piece:
@@ -180,9 +180,9 @@ class _Piece:
         """While this exists, no other storage has the same address."""
         self.version = tensor._version
         self.saved: torch.Tensor | None = tensor.detach()
-        """Shares the version of the saved tensor; None after `take_values`."""
+        """Shares the version counter of the saved tensor; None after `take_values`."""
         self.was_changed = False
-        """Whether the tensor was changed in place before."""
+        """Whether the tensor was changed in place before its values were taken."""
         self.state = _State.WRITING
         self.written_bytes = 0
         """Bytes on its tier."""
@@ -211,7 +211,7 @@ class _Saved(NamedTuple):
 
 
 class ActivationOffload:
-    """Keeps activations of `model` on `tier`; `parameters` returns the present memory of its parameters. See
+    """Keeps activations of `model` on `tier`; `parameters` returns the current memory of its parameters. See
     [Note: offloaded activations]."""
 
     def __init__(
@@ -226,45 +226,45 @@ class ActivationOffload:
         self._tier = tier
         self._transfers = transfers
         self._lock = threading.RLock()
-        self._ended = threading.Condition(self._lock)
+        self._write_ended = threading.Condition(self._lock)
         """Notified when a write ends."""
         self._writer = Workers(1, "zstore-activations-out")
         self._reader = Workers(1, "zstore-activations-in")
         self._context: StreamContext = nullcontext
-        self._fixed: frozenset[int] = frozenset()
-        """Addresses of the storages of parameters and buffers, which stay."""
+        self._resident_addresses: frozenset[int] = frozenset()
+        """Addresses of the storages of parameters and buffers, which are not offloaded."""
         self._in_blocks = True
-        """Whether tensors saved now are a block's, or precede one."""
+        """Whether tensors saved now are saved by a block, or before one."""
         self._in_backward = False
         self._by_storage: weakref.WeakValueDictionary[int, _Piece] = weakref.WeakValueDictionary()
         self._offloaded: dict[int, weakref.ref[_Piece]] = {}
         """Pieces by number, in the order in which they were saved."""
         self._prefetched: weakref.WeakSet[_Piece] = weakref.WeakSet()
-        """Prefetched pieces that were not needed yet."""
+        """Prefetched pieces that have not been needed yet."""
         self._dropped: deque[tuple[int, Place, int]] = deque()
         """Numbers, places and written bytes of dropped pieces."""
         self._writing_bytes = 0
-        self._made = 0
+        self._count = 0
         self._error: BaseException | None = None
-        """Error of a thread, raised by the next call."""
+        """A thread's error, raised by the next call."""
         self._closed = False
         self._counts = ActivationStatistics(tier=tier.name)
         blocks = find_blocks(model)
-        self._handles = [block.register_forward_pre_hook(partial(self._enter, True)) for block in blocks]
-        self._handles += [block.register_forward_hook(partial(self._enter, False)) for block in blocks[-1:]]
+        self._handles = [block.register_forward_pre_hook(partial(self._set_in_blocks, True)) for block in blocks]
+        self._handles += [block.register_forward_hook(partial(self._set_in_blocks, False)) for block in blocks[-1:]]
         self.hooks: Any = (self.pack, self.unpack)
         """The saved-tensor hooks."""
 
-    def _enter(self, in_blocks: bool, *_: Any) -> None:
+    def _set_in_blocks(self, in_blocks: bool, *_: Any) -> None:
         self._in_blocks = in_blocks
 
     def stay_out_of_graphs(self) -> None:
-        """Offload tensors saved after the last block too, since compiled code saves at any time, and keep torch.compile from
+        """Offload also tensors saved after the last block, since compiled code saves at any time, and keep torch.compile from
         tracing the hooks between its graphs."""
-        self._take_all()
+        self._ignore_blocks()
         self.hooks = tuple(map(torch.compiler.disable, (self.pack, self.unpack)))
 
-    def _take_all(self) -> None:
+    def _ignore_blocks(self) -> None:
         while self._handles:
             self._handles.pop().remove()
         self._in_blocks = True
@@ -277,7 +277,7 @@ class ActivationOffload:
             yield
             return
         fixed = chain(self._parameters(), self._model.buffers())
-        self._fixed = frozenset(tensor.untyped_storage()._cdata for tensor in fixed)
+        self._resident_addresses = frozenset(tensor.untyped_storage()._cdata for tensor in fixed)
         self._context = self._transfers.streams.stream_context()
         token = active_offload.set(self)
         try:
@@ -287,43 +287,43 @@ class ActivationOffload:
             active_offload.reset(token)
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return the object that autograd saves in place of `tensor`, or `tensor` if it stays (a saved-tensor hook)."""
-        if not self._takes(tensor):
+        """Return the object that autograd saves in place of `tensor`, or `tensor` if it is kept (a saved-tensor hook)."""
+        if not self._is_offloadable(tensor):
             return tensor
         with self._lock:
             address = tensor.untyped_storage()._cdata
             piece = self._by_storage.get(address)
             if piece is None or piece.version != tensor._version:
-                piece = self._by_storage[address] = self._begin(tensor)
+                piece = self._by_storage[address] = self._start_write(tensor)
         return _Saved(piece, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def _takes(self, tensor: torch.Tensor) -> bool:
+    def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         if not self._in_blocks or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
         streams, storage = self._transfers.streams, tensor.untyped_storage()
-        if tensor.is_meta or tensor.is_neg() or tensor.is_conj() or storage._cdata in self._fixed:
+        if tensor.is_meta or tensor.is_neg() or tensor.is_conj() or storage._cdata in self._resident_addresses:
             return False
         if not streams.device_is_host and streams.is_host(tensor):
             return False
         return _MIN_BYTES <= storage.nbytes() <= tensor.nbytes * _MAX_STORAGE_RATIO
 
-    def _begin(self, tensor: torch.Tensor) -> _Piece:
-        """Start to write a storage, after a wait if too many are being written."""
+    def _start_write(self, tensor: torch.Tensor) -> _Piece:
+        """Start to write a storage, after waiting while too many bytes are being written."""
         nbytes = tensor.untyped_storage().nbytes()
         while self._writing_bytes and self._writing_bytes + nbytes > _MAX_WRITE_BYTES:
-            self._ended.wait()
-        self._tidy()
-        piece = _Piece(self._made, tensor, self._tier.make(nbytes), self._dropped)
-        self._made += 1
+            self._write_ended.wait()
+        self._free_dropped()
+        piece = _Piece(self._count, tensor, self._tier.allocate(nbytes), self._dropped)
+        self._count += 1
         self._counts.kept_bytes += nbytes
         self._writing_bytes += nbytes
         self._writer.submit(partial(self._write, weakref.ref(piece), nbytes, self._transfers.streams.record()))
         return piece
 
-    def _write(self, known: weakref.ref[_Piece], nbytes: int, after: Event) -> None:
+    def _write(self, piece_ref: weakref.ref[_Piece], nbytes: int, after: Event) -> None:
         """Write one piece to its tier (the writing thread)."""
         try:
-            piece, counts = known(), self._counts
+            piece, counts = piece_ref(), self._counts
             if piece is None or piece.memory is None or piece.state is not _State.WRITING:
                 return
             if self._in_backward or self._closed:
@@ -336,17 +336,17 @@ class ActivationOffload:
                 counts.written_bytes += nbytes
                 counts.resting_bytes += nbytes
                 counts.resting_peak_bytes = max(counts.resting_peak_bytes, counts.resting_bytes)
-                if piece.state is _State.WRITING:  # otherwise the backward needs it
+                if piece.state is _State.WRITING:  # otherwise the backward already needs it
                     piece.state, piece.memory = _State.OFFLOADED, None
-                    self._offloaded[piece.number] = known
+                    self._offloaded[piece.number] = piece_ref
         except BaseException as error:
-            # It is still in memory; the next call raises the error.
+            # The piece is still in memory; the next call raises the error.
             error.add_note("An activation could not be offloaded.")
             self._error = error
         finally:
             with self._lock:
                 self._writing_bytes -= nbytes
-                self._ended.notify_all()
+                self._write_ended.notify_all()
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """Return the tensor passed to `pack`, with the same values (a saved-tensor hook)."""
@@ -356,13 +356,13 @@ class ActivationOffload:
         if self._closed:
             raise UsageError("a backward after engine.close(): the offloaded activations were dropped")
         with self._lock:
-            self._tidy()
+            self._free_dropped()
             self._in_backward = True
             if piece.state is _State.WRITING:
                 piece.take_values()
                 piece.state = _State.NEEDED
             elif piece.state is _State.OFFLOADED:
-                self._read(piece)
+                self._start_read(piece)
             self._prefetched.discard(piece)
             self._read_ahead(piece)
             read = piece.read
@@ -371,39 +371,39 @@ class ActivationOffload:
         if piece.was_changed:
             raise RuntimeError(
                 "a tensor that the backward needs was changed in place after it was saved, while it was being offloaded: "
-                'change the model, as autograd would ask for without offloading, or set zstore.activations to "device"'
+                'change the model, as autograd would demand without offloading, or set zstore.activations to "device"'
             )
         memory = cast("torch.Tensor", piece.memory)
         empty = torch.empty(0, dtype=saved.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), saved.offset, saved.size, saved.stride)
 
-    def _read_ahead(self, after: _Piece) -> None:
-        """Start to read the pieces saved before `after`, the latest first."""
-        ahead = sum(piece.nbytes for piece in self._prefetched)
+    def _read_ahead(self, needed: _Piece) -> None:
+        """Start to read the pieces saved before `needed`, the latest first."""
+        prefetched_bytes = sum(piece.nbytes for piece in self._prefetched)
         chosen: list[_Piece] = []
-        for number, known in reversed(self._offloaded.items()):
-            piece = known()
-            if number >= after.number or piece is None:
+        for number, piece_ref in reversed(self._offloaded.items()):
+            piece = piece_ref()
+            if number >= needed.number or piece is None:
                 continue
-            if ahead and ahead + piece.nbytes > _MAX_PREFETCH_BYTES:
+            if prefetched_bytes and prefetched_bytes + piece.nbytes > _MAX_PREFETCH_BYTES:
                 break
-            ahead += piece.nbytes
+            prefetched_bytes += piece.nbytes
             chosen.append(piece)
         for piece in chosen:
             self._prefetched.add(piece)
-            self._read(piece)
+            self._start_read(piece)
 
-    def _read(self, piece: _Piece) -> None:
+    def _start_read(self, piece: _Piece) -> None:
         del self._offloaded[piece.number]
         piece.state = _State.NEEDED
-        # Allocated on the stream of its user.
+        # Allocated on the stream that will use it.
         target = torch.empty(piece.nbytes, dtype=torch.uint8, device=piece.device)
         after = self._transfers.streams.record()
         piece.read = self._reader.submit(partial(self._read_back, weakref.ref(piece), target, after))
 
-    def _read_back(self, known: weakref.ref[_Piece], target: torch.Tensor, after: Event) -> None:
+    def _read_back(self, piece_ref: weakref.ref[_Piece], target: torch.Tensor, after: Event) -> None:
         """Read one piece back (the reading thread)."""
-        if (piece := known()) is None:
+        if (piece := piece_ref()) is None:
             return
         try:
             with self._context():
@@ -415,14 +415,14 @@ class ActivationOffload:
             piece.memory, piece.read = target, None
             self._counts.read_bytes += piece.nbytes
 
-    def _tidy(self) -> None:
-        """Free the places of dropped pieces, and raise the error of a thread."""
-        self._sweep()
+    def _free_dropped(self) -> None:
+        """Free the places of dropped pieces, and raise a thread's error."""
+        self._free_places()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _sweep(self) -> None:
+    def _free_places(self) -> None:
         while self._dropped:
             number, place, written_bytes = self._dropped.popleft()
             self._offloaded.pop(number, None)
@@ -430,15 +430,15 @@ class ActivationOffload:
             self._tier.free(place)
 
     def statistics(self) -> ActivationStatistics:
-        """Return counters since the start."""
+        """Return the counters since the start."""
         with self._lock:
-            self._sweep()
+            self._free_places()
             return replace(self._counts)
 
     def close(self) -> None:
-        """End the threads; offloaded pieces are lost, and a backward that needs them raises."""
+        """Stop the threads; offloaded pieces are lost, and a backward that needs them raises."""
         self._closed = True
-        self._take_all()
+        self._ignore_blocks()
         self._writer.close()
         self._reader.close()
 
@@ -452,7 +452,7 @@ def make_tier(config: Config, store: Store, transfers: Transfers, pool_bytes: in
 
 
 active_offload: ContextVar[ActivationOffload | None] = ContextVar("active_offload", default=None)
-"""Offloads activations of the current forward; None: they stay."""
+"""Offloads the activations of the current forward; None if they are not offloaded."""
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -467,5 +467,5 @@ def _blocks(module: nn.Module, *, in_list: bool) -> Iterator[nn.Module]:
             yield module
         return
     for child in module.children():
-        # A ModuleDict in a ModuleList is not called either: its children are the blocks.
+        # A ModuleDict in a ModuleList is not called: its children are the blocks.
         yield from _blocks(child, in_list=isinstance(module, nn.ModuleList) or in_list)

@@ -135,7 +135,7 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
     def teardown(self) -> None:
         """End Lightning's part; the engine stays open for a save or a test."""
         # The engine references the module: weaken the module's reference to the Trainer, so that dropping it frees the engine.
-        FrozenObjects.thaw()
+        FrozenObjects.unfreeze()
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         if trainer is not None and not isinstance(trainer, weakref.ProxyTypes):
             self.lightning_module.trainer = weakref.proxy(trainer)

@@ -34,7 +34,7 @@ from ..access.module_state import (
 )
 from ..access.offloading import OffloadedStates
 from ..access.safe_access import gather, with_synced_gpus
-from ..checkpoint.record import ClientState, ClientValues, LoadOptions, LoadReport, check_client_state, present_state
+from ..checkpoint.record import ClientState, ClientValues, LoadOptions, LoadReport, check_client_state, current_state
 from ..checkpoint.save import Checkpoints, SaveOptions
 from ..report.monitors import Monitors
 from ..report.progress import RunReport
@@ -52,13 +52,13 @@ R = TypeVar("R")
 
 
 def _phase(
-    name: str, *, meets: bool = False, needs: tuple[str, ...] | None = None
+    name: str, *, barrier: bool = False, needs: tuple[str, ...] | None = None
 ) -> Callable[[Callable[Concatenate[Engine, P], R]], Callable[Concatenate[Engine, P], R]]:
-    """Mark a method as a phase of the run: an error on one rank fails the run on all. With `meets` it starts when all ranks
-    have called it. It `needs` these of the states that `offload_states` moves, by default all."""
+    """Mark a method as a phase of the run: an error on one rank fails the run on all. With `barrier` it starts when all ranks
+    have called it. `needs` are the states of `offload_states` that must not be offloaded, by default all."""
 
     def mark(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
-        meeting = f"engine.{method.__name__}()" if meets else None
+        meeting = f"engine.{method.__name__}()" if barrier else None
 
         @functools.wraps(method)
         def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -79,8 +79,8 @@ def _phase(
 class Engine(nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
-    Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
-    Over 300 lines because it has every method that a training script may call.
+    Created by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too. The class is over 300
+    lines long because it has every method that a training script may call.
     """
 
     def __init__(self, training: Training, monitors: Monitors) -> None:
@@ -89,17 +89,17 @@ class Engine(nn.Module):
         self.training_state = training
         self.report = RunReport(training, monitors)
         self.journal = self.report.journal
-        """The run's journal; a loop adds what the engine cannot know by `note(tokens=..., total_steps=...)`."""
+        """The run's journal; a loop adds what the engine cannot know with `note(tokens=..., total_steps=...)`."""
         self.checkpoints = Checkpoints(training, self.journal)
-        self._unchecked: list[ClientState] = []
-        """Client state of `save_on_signal` to check in the next step."""
+        self._unchecked_states: list[ClientState] = []
+        """Client states of `save_on_signal` to check in the next step."""
         self._save_and_stop: Callable[[], NoReturn] | None = None
         """Set by `save_on_signal`."""
         self._batches: Iterator[Any] | None = None
         """The micro-batches of the engine's loader, repeated."""
         self._open_no_syncs = 0
         self.monitor = monitors
-        """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
+        """Accepts a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         checkpoints = self.checkpoints
         # Not a bound method, which would keep this object from being collected.
         self.journal.saves_s = lambda: {"save called": checkpoints.stall_s}
@@ -109,13 +109,13 @@ class Engine(nn.Module):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
             for record in training.state.records:
-                record.gather_for_copy = gather  # on several ranks, a copy made by one would wait for the others
+                record.gather_for_copy = gather  # on several ranks, a copy on one rank would wait for the others
         self._loss_backward = LossBackward(training, self.access, self.report)
         self.signals = StopSignals(training.world)
-        ends = contextlib.ExitStack()  # runs from the last to the first
+        cleanup = contextlib.ExitStack()  # calls the last one first
         if training.config.settings.disable_python_gc:
-            ends.callback(CollectorPause().end)
-        for end in (
+            cleanup.callback(CollectorPause().end)
+        for call in (
             FrozenObjects().end,
             self.signals.close,
             self.journal.close,
@@ -124,18 +124,18 @@ class Engine(nn.Module):
             monitors.close,
             self.checkpoints.finish,
             self.access.close,
-            # First of all: other ranks may wait for this one, and the calls after this may wait for them.
+            # Called first: other ranks may wait for this one, and the other calls may wait for them.
             training.world.watch.report_uncaught,
         ):
-            ends.callback(end)
-        self._finalizer: weakref.finalize[..., Any] = closing_with(self, ends.close)
+            cleanup.callback(call)
+        self._finalizer: weakref.finalize[..., Any] = closing_with(self, cleanup.close)
 
     @_phase("forward", needs=("lp_params",))
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
+        """Return the model's output. With fp16's `auto_cast`, floating-point inputs are cast to fp16."""
         config = self.training_state.config
         if config.settings.fp16.auto_cast and config.precision == "fp16":
-            args, kwargs = tree_map(_in_fp16, (args, kwargs))
+            args, kwargs = tree_map(_to_fp16, (args, kwargs))
         self.require_parameters()
         with self.report.around_forward(), self.access.guard.during("forward"), self._around_forward():
             return self._loss_backward.watch(self.module(*args, **kwargs))
@@ -155,8 +155,8 @@ class Engine(nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return its part of the step's loss.
 
-        The engine divides by the accumulation steps (also the returned loss), scales in fp16, and averages over ranks. With
-        `scale_wrt_gas=False` it does not divide.
+        The engine divides the loss, also the returned one, by the accumulation steps, unless `scale_wrt_gas` is False;
+        applies the loss scale in fp16; and averages gradients over ranks.
         """
         self.training_state.require_optimizer("engine.backward()")
         if loss.numel() != 1:
@@ -167,38 +167,38 @@ class Engine(nn.Module):
             raise UsageError(
                 "engine.backward() got a loss that needs no gradient: it was detached, or computed under no_grad"
             )
-        self._loss_backward.require_no_block("engine.backward()")
+        self._loss_backward.require_no_open_gather("engine.backward()")
         steps = self.gradient_accumulation_steps()
         self.report.add_loss(loss, is_part=not scale_wrt_gas)
-        self._loss_backward.is_engines = True
+        self._loss_backward.in_engine_backward = True
         try:
             with self.report.timed("backward_s"), self.access.guard.during("backward"):
                 self.training_state.backward(loss, divide=scale_wrt_gas, retain_graph=retain_graph)
         finally:
-            self._loss_backward.is_engines = False
+            self._loss_backward.in_engine_backward = False
         return loss / steps if scale_wrt_gas and steps > 1 else loss
 
     @_phase("step")
     def step(self) -> None:
-        """End a micro-batch; at the last of an accumulation update the parameters and advance the schedule.
+        """End a micro-batch; at the last one of an accumulation update the parameters and advance the schedule.
 
         Raises NonFiniteError, on every rank, if the gradients are not finite and loss scaling is off.
         """
         training = self.training_state
         training.require_optimizer("engine.step()")
         if self.access.guard.open_blocks:
-            self.access.require_no_block("engine.step()")
+            self.access.require_no_open_gather("engine.step()")
         accumulation = training.accumulation
         boundary = accumulation.is_boundary
         has_backward = accumulation.backwards or accumulation.was_cleared
         if not has_backward and (accumulation.is_new or not accumulation.boundary_override):
             raise UsageError(
-                "engine.step() without engine.backward(loss): call both for every micro-batch. loss.backward() serves too, "
+                "engine.step() without engine.backward(loss): call both for every micro-batch. loss.backward() works too, "
                 "if the loss was computed from the outputs of engine(...)"
             )
         if boundary and self._open_no_syncs and self.world_size > 1:
             raise UsageError(
-                "engine.step() within no_sync(): each rank would step by its own gradients, as accelerate's LocalSGD does, and "
+                "engine.step() within no_sync(): each rank would step with its own gradients, as in accelerate's LocalSGD, but "
                 "zstore trains one model on all ranks: end the block before the step (LocalSGD(..., enabled=False)); a larger "
                 "gradient_accumulation_steps exchanges gradients less often"
             )
@@ -220,15 +220,15 @@ class Engine(nn.Module):
         if boundary:
             if self.report.enabled:
                 self.report.step_ended()
-            while self._unchecked:  # now, and not at a save that must not fail
-                check_client_state(present_state(self._unchecked.pop()))
+            while self._unchecked_states:  # now, since the save on a signal must not fail
+                check_client_state(current_state(self._unchecked_states.pop()))
             if self._save_and_stop is not None and self.stop_requested is not None:
                 self._save_and_stop()
 
     @_phase("step")
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Return the norm of the next step's gradients, over all ranks, unscaled, before clipping; clip to `max_norm` from
-        this step on; 0 or infinity: no clipping (all ranks).
+        this step on, or not at all if it is 0 or infinity (all ranks).
 
         Call it between the last `backward` of a step and its `step()`. Raises UsageError without such a backward, and if
         updates run in the backward, before the norm is known.
@@ -247,7 +247,7 @@ class Engine(nn.Module):
         return training.clip(clip_norm)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether the current micro-batch is the last of its step, until the next call; None: count again.
+        """Set whether the current micro-batch is the last of its step, until the next call; None restores automatic counting.
 
         The next `step()` at a boundary updates the parameters after any number of micro-batches. Call it before `backward`
         if possible, or before the `step()`. Losses are still divided by the accumulation steps (see `scale_wrt_gas` of
@@ -259,15 +259,15 @@ class Engine(nn.Module):
 
     @_phase("access")
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Use `train_batch_size` samples a step over all ranks from now on, in more or fewer micro-batches (all ranks).
+        """Use `train_batch_size` samples per step over all ranks from now on, in more or fewer micro-batches (all ranks).
 
         Over several micro-batches gradients accumulate in fp32 (see `data_types.grad_accum_dtype`), with more memory than
-        planned if there was one before. A resumed run starts with the config's size. Raises UsageError, on every rank,
-        within an accumulation, or for a number that is no multiple of the micro-batch size times the world size.
+        planned if there was only one before. A resumed run starts with the config's size. Raises UsageError, on every rank,
+        within an accumulation, or for a number that is not a multiple of the micro-batch size times the world size.
         """
         training, call = self.training_state, f"set_train_batch_size({train_batch_size!r})"
         training.require_optimizer(call)
-        batch = self.access.finished(call, lambda: training.accumulation.batch_of(train_batch_size))
+        batch = self.access.prepare(call, lambda: training.accumulation.batch_with_size(train_batch_size))
         training.accumulation.resize(batch, training.counters.global_steps)
 
     @contextlib.contextmanager
@@ -280,18 +280,18 @@ class Engine(nn.Module):
             self._open_no_syncs -= 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step so far, between a `backward` and its `step()`; elsewhere change nothing: the
+        """Discard the current step's gradients, between a `backward` and its `step()`; at other times do nothing: the
         engine clears gradients after each step, and a `step()` within an accumulation keeps them (all ranks).
 
         `zero_grad()` of the model or an optimizer, which sets them to None, does the same at the next call of the engine. A
-        `step()` without a further backward updates nothing; a parameter that none reaches has no gradient, with either
-        `set_to_none`. Raises UsageError with `"step_overlap": "backward"` if the backward has updated parameters.
+        `step()` without a further backward updates nothing; `set_to_none` is ignored. Raises UsageError with
+        `"step_overlap": "backward"` if the backward has updated parameters.
         """
         self.training_state.zero_grad()
 
     def require_parameters(self) -> None:
-        """Raise UsageError if the engine no longer trains the model's parameters, as after a replacement."""
-        if not self.access.guard.open_blocks:  # which may assign them other memory
+        """Raise UsageError if the engine no longer trains the model's parameters, for instance after one was replaced."""
+        if not self.access.guard.open_blocks:  # gather may assign parameters other memory
             self.access.guard.check()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -300,14 +300,14 @@ class Engine(nn.Module):
             f"engine.{name} = Parameter(...) would not be trained: add it to the model before initialize()"
         )
 
-    # A micro-batch is the input of the model: a tuple or list of arguments, a mapping of keyword arguments, or one argument.
-    # The model returns its loss, or an output that has it as `loss`, under "loss" or as first element.
+    # A micro-batch is the model's input: a tuple or list of arguments, a mapping of keyword arguments, or one argument.
+    # The model returns its loss, or an output that has it as `.loss`, under "loss" or as the first element.
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Take one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`; return the mean of their
         losses over all ranks (all ranks).
 
-        By default they are from the loader that `initialize` returned, epoch after epoch. The model is set to train.
+        By default they come from the loader that `initialize` returned, epoch after epoch. The model is set to train mode.
         Raises StopIteration, before any computation, if the iterator has fewer, and UsageError within an accumulation.
         """
         self.training_state.require_optimizer("engine.train_batch()")
@@ -339,13 +339,13 @@ class Engine(nn.Module):
             return mean_loss([loss_of(call_with(self, batch)) for batch in batches], self.world)
 
     # Collectives: every rank calls them with the same names, in the same order. `name` is as in `model.named_parameters()`;
-    # tied parameters have several. A wrong name is a UsageError on every rank, with the nearest one.
+    # tied parameters have several. A wrong name raises UsageError on every rank, with the nearest names.
 
     @_phase("access")
     def get_full_parameter(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
-        """Return a copy of a parameter on the CPU: of its fp32 master, or of a parameter that is not trained (all ranks).
+        """Return a copy on the CPU of a parameter's fp32 master, or of the parameter if it is not trained (all ranks).
 
-        None on other ranks with `rank0_only`.
+        Returns None on other ranks with `rank0_only`.
         """
         return self.access.parameter(name, rank0_only=rank0_only)
 
@@ -353,14 +353,14 @@ class Engine(nn.Module):
     def get_optimizer_state(self, name: str, slot: str, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return a copy of an optimizer state of a parameter, such as "exp_avg", on the CPU in fp32 (all ranks).
 
-        In the parameter's shape; a scalar, such as "step", is 0-D. None on other ranks with `rank0_only`. Raises UsageError
+        It has the parameter's shape; a scalar, such as "step", is 0-D. None on other ranks with `rank0_only`. Raises UsageError
         for a slot that the optimizer does not have.
         """
         return self.access.optimizer_state(name, slot, rank0_only=rank0_only)
 
     @_phase("access")
     def get_gradient(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
-        """Return a copy of a parameter's gradient so far in the current step, on the CPU in fp32 (all ranks).
+        """Return a copy of a parameter's accumulated gradient in the current step, on the CPU in fp32 (all ranks).
 
         It is the mean over ranks, summed over the micro-batches, unscaled, before clipping. None after `step()`, for a
         parameter that no backward reached or that is not trained, and on other ranks with `rank0_only`.
@@ -371,7 +371,7 @@ class Engine(nn.Module):
     def set_full_parameter(self, name: str, values: Any) -> None:
         """Set a parameter, and its fp32 master, to rank 0's `values` (all ranks).
 
-        `values` is anything that torch.as_tensor takes, of the parameter's shape; other ranks may pass None. Raises
+        `values` is anything that torch.as_tensor accepts, in the parameter's shape; other ranks may pass None. Raises
         UsageError for another shape, and within a forward or backward.
         """
         self.access.set_parameter(name, values)
@@ -381,7 +381,7 @@ class Engine(nn.Module):
         """Set an optimizer state of a parameter to rank 0's `values`; other ranks may pass None (all ranks)."""
         self.access.set_optimizer_state(name, slot, values)
 
-    @_phase("access", meets=True)
+    @_phase("access", barrier=True)
     def save_16bit_model(
         self,
         save_dir: UserPath,
@@ -396,13 +396,13 @@ class Engine(nn.Module):
         """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
 
         More than `max_file_bytes` are split into numbered files with an index. Names follow `save_filename` (or
-        `filename`), by default those of `from_pretrained`; the suffix .bin or .pt becomes .safetensors, with a line in
-        the log. The config of a transformers model is written too. Floating values are rounded from the fp32 masters to
+        `filename`), by default those that `from_pretrained` expects; a suffix .bin or .pt becomes .safetensors, with a log
+        message. The config of a transformers model is written too. Floating values are rounded from the fp32 masters to
         `dtype` ("bf16", "fp16", "fp32"; by default the type that the model computes in). Tied weights are written once.
-        `exclude_frozen_parameters` leaves those out. Takes a few tens of MiB of memory on every rank for any model.
+        `exclude_frozen_parameters` leaves those out. Every rank needs a few tens of MiB of memory, whatever the model's size.
 
         Files are renamed when they are complete and durable; with `overwrite` they replace weights of that name. Raises
-        CheckpointExistsError without it if `save_dir` has any, CheckpointError for values out of fp16's range,
+        CheckpointExistsError without it if `save_dir` has any, CheckpointError for values out of fp16's range, and
         DiskFullError.
         """
         return save_weights(
@@ -415,16 +415,16 @@ class Engine(nn.Module):
             overwrite=overwrite,
         )
 
-    @_phase("access", meets=True)
+    @_phase("access", barrier=True)
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the model's state dict (all ranks), without frozen parameters if `exclude_frozen_parameters`.
 
-        With sharded parameters (stage 3): whole copies in rank 0's host memory, and an empty dict on other ranks. Otherwise
-        the model's own `state_dict()`, on every rank.
+        With sharded parameters (stage 3) it has whole copies in rank 0's host memory, and is empty on other ranks. Otherwise
+        it is the model's own `state_dict()`, on every rank.
         """
         return module_state_dict(self.access, exclude_frozen=exclude_frozen_parameters)
 
-    @_phase("access", meets=True)
+    @_phase("access", barrier=True)
     def load_module_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -435,15 +435,15 @@ class Engine(nn.Module):
         """Load rank 0's `state_dict` into the model and the fp32 masters, at every stage; other ranks may pass {} (all
         ranks).
 
-        The optimizer's state stays. Without `strict`, keys that only one of the two has are ignored.
-        `custom_load_fn(src=state_dict, dst=model)` is called on rank 0 instead, with whole parameters to write to.
+        The optimizer's state is unchanged. Without `strict`, keys that only one of the two has are ignored.
+        `custom_load_fn(src=state_dict, dst=model)` is called on rank 0 instead, with gathered parameters to write to.
         `fetch_z3_params` is ignored: sharded parameters are always gathered. Raises UsageError with the mismatches before
         any change.
         """
-        self.access.require_no_block("engine.load_module_state_dict()")
+        self.access.require_no_open_gather("engine.load_module_state_dict()")
         load_module_state(self.access, state_dict, strict=strict, custom=custom_load_fn)
 
-    @_phase("access", meets=True)
+    @_phase("access", barrier=True)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict as `load_module_state_dict` does, and return its missing and unexpected keys (all ranks).
 
@@ -451,9 +451,9 @@ class Engine(nn.Module):
         """
         if assign:
             raise UsageError(
-                "engine.load_state_dict(assign=True) would give parameters memory that no step changes: leave it out"
+                "engine.load_state_dict(assign=True) would give parameters memory that no step updates: leave it out"
             )
-        self.access.require_no_block("engine.load_state_dict()")
+        self.access.require_no_open_gather("engine.load_state_dict()")
         return load_module_state(self.access, state_dict, strict=strict)
 
     @functools.cached_property
@@ -468,23 +468,23 @@ class Engine(nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move the engine's state away between two steps, and free its memory, until `reload_states` (all ranks).
+        """Offload the engine's state between two steps and free its memory, until `reload_states` (all ranks).
 
         `include` has DeepSpeed's names: "optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"; by
-        default all. `device` "cpu": from the device to host memory; "nvme": from both to the run folder. A forward needs
-        "lp_params"; other calls, such as saves, raise UsageError until everything is back. `pin_memory` and `non_blocking`
-        are ignored: the config decides about pinning, and the move is complete on return.
+        default all. With `device` "cpu" state on the device moves to host memory; with "nvme" state on both moves to the run
+        folder. A forward needs "lp_params"; other calls, such as saves, raise UsageError until everything is reloaded.
+        `pin_memory` and `non_blocking` are ignored: the config decides about pinning, and the move is complete on return.
 
         Raises UsageError within a step, BudgetError and DiskFullError, before any move, if there is no room.
         """
         self._offloaded.offload(include, device)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back everything that `offload_states` moved, with the same bits (all ranks)."""
+        """Move back everything that `offload_states` offloaded, with the same bits (all ranks)."""
         with self.world.calling("access"):
             self._offloaded.reload()
 
-    @_phase("save", meets=True)
+    @_phase("save", barrier=True)
     def save_checkpoint(  # noqa: PLR0913 - DeepSpeed's signature, then ours
         self,
         save_dir: UserPath,
@@ -501,17 +501,17 @@ class Engine(nn.Module):
     ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
-        It is committed on return, or, with `wait=False` (default: `checkpoint.writer.decoupled` of the config), on return of
-        the ticket's `wait()` or `wait_for_checkpoint()`, while training continues. `client_state` (or `client_sd`) is a dict
-        of JSON data, tensors, numpy arrays and numbers and `argparse.Namespace`; see [Note: what comes back] in
-        `client_state`. `metrics` are numbers by name, for the config's `keep`. A checkpoint of this run with the same tag is
-        replaced, with one line in the log. Without `save_latest` the folder's `latest` stays. `exclude_frozen_parameters`
-        leaves those out, so that a load keeps the model's, except for `keep_frozen`: names of frozen parameters missing from
-        the base model, as in adapters.
+        It is committed on return; or, with `wait=False` (default: `checkpoint.writer.decoupled` of the config), when the
+        handle's `wait()` or `wait_for_checkpoint()` returns, while training continues. `client_state` (or `client_sd`) is a
+        dict of JSON data, tensors, numpy arrays and numbers and `argparse.Namespace`; see [Note: client values] in
+        `engine/checkpoint/record.py`. `metrics` are numbers by name, for the config's `keep`. A checkpoint of this run with
+        the same tag is replaced, with a log message. Without `save_latest` the folder's `latest` is unchanged.
+        `exclude_frozen_parameters` leaves those out, and a load keeps the model's; `keep_frozen` names the frozen parameters
+        to save nevertheless, such as those of adapters, which the base model lacks.
 
-        Within a step the state is saved as the last step left it: a load repeats the step. Raises UsageError there in mode
-        "backward" and with a loader of `initialize`, and for client state that cannot be stored, CheckpointExistsError for
-        a tag that another run committed unless `overwrite`.
+        Within a step the state after the last step is saved: a load repeats the step. Raises UsageError within a step in
+        mode "backward" or with a loader of `initialize`, and for client state that cannot be stored; CheckpointExistsError
+        for a tag that another run committed, unless `overwrite`.
         """
         state = client_state if client_state is not None else client_sd
         options = SaveOptions(
@@ -522,8 +522,8 @@ class Engine(nn.Module):
             wait=not self.training_state.config.settings.checkpoint.writer.decoupled if wait is None else wait,
             overwrite=overwrite,
             is_latest=save_latest,
-            leaves_out_frozen=exclude_frozen_parameters,
-            keeps=frozenset(keep_frozen),
+            excludes_frozen=exclude_frozen_parameters,
+            kept_frozen=frozenset(keep_frozen),
         )
         if not self.access.guard.open_blocks:
             self.access.guard.check_values()
@@ -540,21 +540,21 @@ class Engine(nn.Module):
         """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
 
         `options` are DeepSpeed's, all true or false: `load_module_only`, `load_optimizer_states`,
-        `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. State that is not loaded stays unchanged, and
-        is in `load_report`. Returns (None, {}) with a warning if no tag was given and there is no checkpoint. Raises
+        `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. State that is not loaded is unchanged and
+        listed in `load_report`. Returns (None, {}) with a warning if no tag was given and there is no checkpoint. Raises
         CheckpointNotFoundError for a missing tag, CheckpointMismatchError for another model or an impossible batch size.
         """
-        chosen = LoadOptions.of(options)
+        load_options = LoadOptions.of(options)
         self._loss_backward.abandon_failed()
         self.training_state.require_not_offloaded("engine.load_checkpoint()")
-        self._batches = None  # the next `train_batch` starts at the loaded position
-        self.access.require_no_block("engine.load_checkpoint()")
+        self._batches = None  # the next `train_batch` continues at the loaded position
+        self.access.require_no_open_gather("engine.load_checkpoint()")
         with self.world.calling("load", meeting="engine.load_checkpoint()"):
-            return self.checkpoints.load(user_location(load_dir), tag, chosen)
+            return self.checkpoints.load(user_location(load_dir), tag, load_options)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Add numbers to the run's journal, for the last step: an accuracy, the loss of an evaluation ("eval_loss").
-        Tensors of one element are read; other values are ignored. Rank 0's count."""
+        """Add numbers to the run's journal, for the last step, such as an accuracy or an evaluation loss ("eval_loss").
+        Tensors of one element count as numbers; other values are ignored, as are those of ranks other than 0."""
         self.journal.logged(values)
 
     @property
@@ -577,8 +577,8 @@ class Engine(nn.Module):
     ) -> None:
         """When any rank receives one of `signals`, save in the next `step()` and end the process, with code 75 (all ranks).
 
-        By default SIGTERM and SIGUSR1; a second signal ends the process at once. A function as `client_state` is called
-        in that `step()`, and once in the next one from now, which raises UsageError for values that cannot be stored.
+        The default is SIGTERM and SIGUSR1; a second signal ends the process at once. A function as `client_state` is called
+        in that `step()`, and once in the next `step()`, which raises UsageError for values that cannot be stored.
         Raises UsageError outside the main thread.
         """
         self.training_state.require_optimizer("engine.save_on_signal()")
@@ -586,7 +586,7 @@ class Engine(nn.Module):
         folder = user_location(save_dir)
         self.checkpoints.note_folder(folder)
         if client_state is not None:
-            self._unchecked.append(client_state)
+            self._unchecked_states.append(client_state)
         self._save_and_stop = lambda: self.save_and_stop(folder, tag, client_state)
 
     def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
@@ -596,8 +596,8 @@ class Engine(nn.Module):
 
     @property
     def stop_requested(self) -> signal.Signals | None:
-        """The signal that some rank has received, or None: the same on every rank after each `step()`, also a skipped
-        one, so that all leave the loop together, with `save_and_stop`."""
+        """The signal that some rank has received, or None. It is the same on every rank after each `step()`, even a skipped
+        one, so all ranks leave the loop together, with `save_and_stop`."""
         return self.signals.requested
 
     def save_and_stop(
@@ -606,20 +606,20 @@ class Engine(nn.Module):
         """Save, and raise SystemExit with code 75 (all ranks).
 
         An error of an earlier save that is still running becomes a warning. A tag that another run committed is not
-        replaced: this run's id is appended to it. With None as `save_dir` only a running save is completed. The end is not
-        a failure of the run.
+        replaced: this run's id is appended to it. With None as `save_dir` only a running save is completed. The exit does not
+        count as a failure of the run.
         """
         with self.world.calling("save"):
             if save_dir is not None:
-                state = None if client_state is None else present_state(client_state)
+                state = None if client_state is None else current_state(client_state)
                 settle(self.checkpoints.wait, "the running save failed: ")
                 try:
                     self.save_checkpoint(save_dir, tag, state)
                 except CheckpointExistsError as error:
-                    other = self.checkpoints.unique_tag(tag)
+                    new_tag = self.checkpoints.unique_tag(tag)
                     if self.world.rank == 0:
-                        _log.warning("%s; this one is saved as %r", error, other)
-                    self.save_checkpoint(save_dir, other, state)
+                        _log.warning("%s; this one is saved as %r", error, new_tag)
+                    self.save_checkpoint(save_dir, new_tag, state)
             self.wait_for_checkpoint()
             self.world.watch.agreed = True  # no failure of the run
             self.journal.stops(stop := SystemExit(STOPPED_EXIT_CODE))
@@ -652,7 +652,7 @@ class Engine(nn.Module):
 
     @property
     def optimizer(self) -> Any:
-        """The `ZeroOptimizer` that `initialize` returned; None of a frozen engine."""
+        """The `ZeroOptimizer` that `initialize` returned; None in a frozen engine."""
         return None if self.training_state.config.frozen else self.training_state.optimizer
 
     @property
@@ -711,7 +711,7 @@ class Engine(nn.Module):
         return self.training_state.accumulation.is_boundary
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step()` changed parameters; not within an accumulation or at an overflow."""
+        """Return whether the last `step()` changed parameters: not within an accumulation, nor after an overflow."""
         return self.training_state.was_applied
 
     def get_lr(self) -> list[float]:
@@ -719,7 +719,7 @@ class Engine(nn.Module):
         return [float(group["lr"]) for group in self.training_state.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients over all ranks, unscaled, before clipping; None before it."""
+        """Return the norm of the last step's gradients over all ranks, unscaled, before clipping; None before a step."""
         return self.training_state.norm
 
     def statistics(self) -> EngineStatistics:
@@ -733,10 +733,10 @@ class Engine(nn.Module):
         return self.training_state.samples
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
-        """Compile the model at its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does (all ranks).
+        """Compile the model in its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does (all ranks).
 
         If parameters are sharded or offloaded each unit (a block of a ModuleList) is compiled separately, within its
-        gather; blocks of one class share graphs. Names of parameters stay. A second call compiles with other arguments.
+        gather; blocks of one class share graphs. Parameter names are unchanged. A second call recompiles with other arguments.
         Raises UsageError for arguments that torch.compile does not take, without a C++ compiler for inductor, and for modes
         with CUDA graphs if parameters are gathered and released.
         """
@@ -758,12 +758,12 @@ class Engine(nn.Module):
         self.close()
 
     def hand_back(self, config: Any = None) -> nn.Module:
-        """Close the engine and return the model with its trained values, of the fp32 masters, on the engine's device (all
+        """Close the engine and return the model with its trained values, from the fp32 masters, on the engine's device (all
         ranks).
 
         With a `config` that shards or offloads parameters they are stored as in a block of `zstore.Init(config=config)`,
-        for the next `initialize(config=config)`. Optimizer state is dropped. Raises UsageError, without a change, within a
-        step.
+        for the next `initialize(config=config)`. Optimizer state is dropped. Within a step it raises UsageError and changes
+        nothing.
         """
         hooks = self.training_state.hooks
         hand_back(self.access, config, (lambda: None) if hooks is None else hooks.remove)
@@ -786,8 +786,8 @@ class Engine(nn.Module):
             raise
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute if the engine has no attribute of that name, as `engine.config`; `generate` of a
-        sharded model keeps the ranks synchronous."""
+        """Return the model's attribute if the engine has none of that name, such as `engine.config`; `generate` of a sharded
+        model keeps the ranks synchronized."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -803,9 +803,9 @@ class Engine(nn.Module):
         return with_synced_gpus(value) if name == "generate" and gathers else value
 
 
-def _in_fp16(value: Any) -> Any:
+def _to_fp16(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.half() if value.is_floating_point() else value
-    if isinstance(value, dict):  # a subclass: pytree has entered the others
-        return {key: tree_map(_in_fp16, item) for key, item in value.items()}
-    return type(value)(tree_map(_in_fp16, list(value))) if isinstance(value, list | tuple) else value
+    if isinstance(value, dict):  # a subclass: pytree has traversed plain dicts
+        return {key: tree_map(_to_fp16, item) for key, item in value.items()}
+    return type(value)(tree_map(_to_fp16, list(value))) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""`initialize`: from a model and a config to an engine."""
+"""`initialize`: creates an engine from a model and a config."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from zstore.io import Files
 from zstore.ranks.world import World
 
 from ..access.access import live_runs
-from ..build.builder import around_block, leave_to_engine
-from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
+from ..build.builder import mark_trained, outside_block
+from ..build.model import mark_leaves_of, require_shapes, warn_of_float64
 from ..config.config import Config, load_config
 from ..config.resolve import ResolveContext, precision_note, read_answers
 from ..extras import register_parts
@@ -37,11 +37,11 @@ from .engine import Engine
 
 _log = logging.getLogger("zstore")
 
-_opened: list[weakref.ref[Engine]] = []
+_engines: list[weakref.ref[Engine]] = []
 """All engines of the process, in the order of their creation."""
 
 
-@around_block()
+@outside_block()
 def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     args: Namespace | None = None,
     model: nn.Module | None = None,
@@ -62,23 +62,23 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     _streams: Streams | None = None,
     _engine: type[Engine] = Engine,
 ) -> tuple[Engine, Any, TrainingLoader | None, Any]:
-    """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
+    """Return (engine, optimizer, loader, scheduler) to train `model` as the config says (all ranks).
 
-    The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. `auto` has values for its keys
-    that are "auto", and for missing batch sizes, by dotted key (`{"optimizer.params.lr": 1e-4}`) or nested as in a config;
-    other keys are ignored. A key without an answer follows from the model (sizes of buckets) or gets its default, with a
-    line in the log.
+    The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. `auto` has the values of its
+    "auto" keys and of missing batch sizes, by dotted key (`{"optimizer.params.lr": 1e-4}`) or nested as in a config; other
+    keys are ignored. An "auto" key without a value is derived from the model (bucket sizes) or gets its default, with a log
+    message.
 
-    The model is changed in place: moved to its device, cast to its type, and at stage 3 sharded; rank 0's values count. It
-    has to be complete: an open block of `zstore.Init` continues with other models. If another engine has the model, that
-    engine is closed, and its trained values stay, without optimizer state. `optimizer` is an element-wise torch optimizer
-    over the model's parameters; the default is the config's. `lr_scheduler` is a scheduler, or a function that makes one
-    from the returned optimizer; the engine steps it. The returned loader or scheduler is None if there is none.
+    The model is changed in place: moved to its device, cast to its type, and sharded at stage 3; all ranks get rank 0's
+    values. It must be complete: an open block of `zstore.Init` continues with other models. If another engine has the model,
+    that engine is closed, and its trained values are kept, without optimizer state. `optimizer` is an element-wise torch
+    optimizer over the model's parameters; the default is the config's. `lr_scheduler` is a scheduler, or a function that
+    creates one from the returned optimizer; the engine steps it. The returned loader or scheduler is None if there is none.
 
-    `frozen`: an inference-only engine, for evaluation, generation, or a reference model. It has only the parameters, in the
-    type that they compute in, on the tier of `offload_param`; all have `requires_grad` false. Settings of training are
-    ignored, and batch sizes may be missing. Optimizer and scheduler are None. An engine is frozen too, with a line in the
-    log, if neither an argument nor the config has an optimizer or a scheduler.
+    With `frozen` the engine is inference-only, for evaluation, generation, or a reference model. It has only the parameters,
+    in the type that they compute in, on the tier of `offload_param`; none requires gradients. Training settings are ignored,
+    and batch sizes may be missing. Optimizer and scheduler are None. An engine is also frozen, with a log message, if neither
+    the arguments nor the config have an optimizer or a scheduler.
 
     Raises ConfigError, UsageError, and RunFolderError for an `nvme_path` that cannot be used.
     """
@@ -100,16 +100,16 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     loaded = load_config(config_source(args, config, config_params)).with_answers(answers)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
-    frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler)
+    frozen = frozen or _has_no_optimizer(loaded, optimizer, lr_scheduler)
     native = find_native(world)
-    whole = optimizer is not None and rule_of(type(optimizer)).stepper is not None
+    steps_whole = optimizer is not None and rule_of(type(optimizer)).stepper is not None
     resolved = loaded.resolve(
         ResolveContext(
             world_size=world.world_size,
             hidden_size=hidden_size(model),
             native=native,
             client_optimizer=optimizer is not None,
-            optimizer_name=type(optimizer).__name__ if whole else "",
+            optimizer_name=type(optimizer).__name__ if steps_whole else "",
             client_scheduler=lr_scheduler is not None,
             frozen=frozen,
             answers=answers,
@@ -124,38 +124,38 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         _log_choices(loaded, resolved)
     for _, section in resolved.settings.sections_on():
         section.prepare(model)
-    warn_of_doubles(model, resolved)
+    warn_of_float64(model, resolved)
     if resolved.stage == 3:
         mark_leaves_of(resolved, model)
     with _watched(world, resolved.zstore.silent_rank_s or None):
-        _take_back(model, loaded)
-        facade = _optimizer(resolved, optimizer, model_parameters, model)
-        schedule = _schedule(resolved, lr_scheduler, facade)
+        _close_engines_of(model, loaded)
+        zero_optimizer = _optimizer(resolved, optimizer, model_parameters, model)
+        schedule = _schedule(resolved, lr_scheduler, zero_optimizer)
         loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
         monitors = open_monitors(resolved, world)
         try:
-            training = wire(model, resolved, world, facade, files=_files, streams=_streams)
+            training = wire(model, resolved, world, zero_optimizer, files=_files, streams=_streams)
             training.schedule, training.loader = schedule, loader
             engine = _engine(training, monitors)
-            _opened.append(weakref.ref(engine))
+            _engines.append(weakref.ref(engine))
             if compiler is not None:
                 training.compile(compiler)
         except BaseException:
             monitors.close()
             raise
-        leave_to_engine(model)
+        mark_trained(model)
         return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-def _take_back(model: nn.Module, config: Config) -> None:
-    """Close the engines that have parameters of the model, since their hooks would conflict with the next ones (all ranks)."""
-    engines = [engine for reference in _opened if (engine := reference()) is not None and engine.access in live_runs]
-    _opened[:] = map(weakref.ref, engines)
+def _close_engines_of(model: nn.Module, config: Config) -> None:
+    """Close the engines that have parameters of the model: their hooks would conflict with the next engine's (all ranks)."""
+    engines = [engine for reference in _engines if (engine := reference()) is not None and engine.access in live_runs]
+    _engines[:] = map(weakref.ref, engines)
     parameters = set(model.parameters())
     for engine in engines:
         if not parameters.isdisjoint(records := engine.access.guard.records):
             _log.warning("the model is in another engine, which is closed: its optimizer state is dropped")
-            # Parameters outside the model must not be in the store, which the next engine takes over and closes.
+            # The next engine takes over the store and closes it, so parameters outside the model must not be in it.
             engine.hand_back(config if parameters.issuperset(records) else None)
 
 
@@ -172,10 +172,10 @@ def _log_choices(loaded: Config, resolved: Config) -> None:
         )
 
 
-def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any) -> bool:
-    """Return whether neither an argument nor the config has an optimizer or a scheduler, with a line in the log."""
+def _has_no_optimizer(config: Config, optimizer: Any, scheduler: Any) -> bool:
+    """Return whether neither an argument nor the config has an optimizer or a scheduler, and log it."""
     given = config.settings.optimizer, config.settings.scheduler, optimizer, scheduler
-    if any(one is not None for one in given):
+    if any(value is not None for value in given):
         return False
     warn_once(
         "%s names no optimizer: the engine evaluates, loads and saves, and trains nothing; to train, add an "
@@ -187,7 +187,7 @@ def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any) -> bool:
 
 @contextmanager
 def _watched(world: World, silent_s: float | None) -> Iterator[None]:
-    """Start the watch over the ranks, and stop it if the block fails."""
+    """Start to watch the ranks, and stop if the block fails."""
     try:
         world.begin_watch(silent_s)
         with world.calling("initialize"):
@@ -198,8 +198,8 @@ def _watched(world: World, silent_s: float | None) -> Iterator[None]:
 
 
 def config_source(args: Any, config: Any, config_params: Any = None, call: str = "initialize()") -> Any:
-    """Return the config that was passed to a call; `args` is any object with attributes. Raises ConfigError for none, or
-    two different ones."""
+    """Return the config that was passed to a call; `args` is any object with attributes. Raises ConfigError if there is none,
+    or if two differ."""
     given = {"config": config, "config_params": config_params}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     found = {name: value for name, value in given.items() if value is not None}

@@ -1,13 +1,13 @@
 """`loss.backward()`: a backward that the script starts, through the output of the engine's forward.
 
 [Note: the script's backward]
-The outputs of a forward have hooks. The first hook that fires in a backward starts it as `engine.backward` does, and a
-callback of autograd ends it once all gradients have arrived. Each hook multiplies its gradient by the loss scale and
-divides it by the accumulation steps, as `engine.backward` does with the loss.
+The outputs of a forward have hooks. The first hook that fires in a backward starts it as `engine.backward` does, and an
+autograd callback ends it once all gradients have arrived. Each hook multiplies its gradient by the loss scale and divides it
+by the accumulation steps, as `engine.backward` does with the loss.
 
-That has to happen once on each path. Of several tensors, the one with the newest node cannot be an input of another,
-and gets the hook. Another tensor may be one, like the logits from which the model computed its loss: the script gets a
-view, with the hook, which the model's own use bypasses.
+This must happen exactly once on each path. Of several tensors, the one with the newest node cannot be an input of another, so
+it gets the hook itself. Any other may be an input, such as the logits from which the model computed its loss: the script gets
+a view of it with the hook, which the model's own graph bypasses.
 
 `torch.autograd.grad` fires the hooks too, but adds no gradient to a parameter: nothing is scaled or counted, and sharded
 parameters are gathered and released. The same holds for a frozen engine, whose inputs may need gradients.
@@ -44,12 +44,12 @@ class LossBackward:
         """Autograd's number of the running backward."""
         self._trains = False
         """Whether it computes gradients of trained parameters."""
-        self._ends = ExitStack()
-        self.is_engines = False
-        """Whether `engine.backward` is running, and the hooks do nothing."""
+        self._cleanup = ExitStack()
+        self.in_engine_backward = False
+        """Whether `engine.backward` is running, during which the hooks do nothing."""
 
     def watch(self, output: Any) -> Any:
-        """Return a forward's output with hooks, so that a backward through it is the engine's."""
+        """Return a forward's output with hooks that make a backward through it the engine's."""
         training = self._training
         if not torch.is_grad_enabled() or (training.config.frozen and training.hooks is None):
             return output
@@ -60,18 +60,18 @@ class LossBackward:
         views = {key: tensor.view_as(tensor) for key, tensor in tensors.items() if tensor is not last}
         for tensor in (last, *views.values()):
             loss = tensor.detach() if tensor.numel() == 1 else None
-            tensor.register_hook(partial(self._pass, loss))  # type: ignore[no-untyped-call]
-        return _replaced(output, views) if views else output
+            tensor.register_hook(partial(self._on_gradient, loss))  # type: ignore[no-untyped-call]
+        return _with_views(output, views) if views else output
 
-    def require_no_block(self, call: str) -> None:
-        """Raise UsageError within a block of `zstore.gather` if a backward that starts now updates, or would undo a write."""
+    def require_no_open_gather(self, call: str) -> None:
+        """Raise UsageError if a backward would now update within a `zstore.gather` block, or undo a write through `.data`."""
         if self._training.update.runs_in_backward and self._training.accumulation.is_boundary:
-            self._access.require_no_block(f'{call}, which with "step_overlap": "backward" updates,')
+            self._access.require_no_open_gather(f'{call}, which with "step_overlap": "backward" updates,')
             self._access.guard.check_sample()
 
-    def _pass(self, loss: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Start the backward if it is new, and return the gradient for the model; None: unchanged."""
-        if self.is_engines:
+    def _on_gradient(self, loss: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Start the backward if it is new, and return the gradient for the model; None if it is unchanged."""
+        if self.in_engine_backward:
             return None
         task = torch._C._current_graph_task_id()
         if task != self.task:
@@ -82,23 +82,23 @@ class LossBackward:
     def _begin(self, task: int, loss: torch.Tensor | None) -> None:
         training = self._training
         training.notice_cleared()
-        with ExitStack() as ends:
-            ends.enter_context(training.world.calling("backward"))
-            ends.enter_context(self._access.guard.during("backward"))
-            ends.enter_context(self._report.timed("backward_s"))
-            self._trains = not training.config.frozen and self._brings_gradients()
+        with ExitStack() as cleanup:
+            cleanup.enter_context(training.world.calling("backward"))
+            cleanup.enter_context(self._access.guard.during("backward"))
+            cleanup.enter_context(self._report.timed("backward_s"))
+            self._trains = not training.config.frozen and self._reaches_parameters()
             if self._trains:
-                self.require_no_block("loss.backward()")
+                self.require_no_open_gather("loss.backward()")
                 if loss is not None:
                     self._report.add_loss(loss)
                 training.begin_backward()
             elif training.hooks is not None:
                 training.hooks.start_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
-            self.task, self._ends = task, ends.pop_all()
+            self.task, self._cleanup = task, cleanup.pop_all()
 
-    def _brings_gradients(self) -> bool:
-        """Return whether the running backward computes a gradient of a trained parameter."""
+    def _reaches_parameters(self) -> bool:
+        """Return whether the running backward computes the gradient of a trained parameter."""
         with torch.enable_grad():
             for record in self._training.state.scalars:
                 if not record.parameter.requires_grad:
@@ -121,8 +121,8 @@ class LossBackward:
     def _end(self) -> None:
         """End the backward (autograd's call)."""
         self.task = None
-        training, ends, self._ends = self._training, self._ends, ExitStack()
-        with ends:
+        training, cleanup, self._cleanup = self._training, self._cleanup, ExitStack()
+        with cleanup:
             if self._trains:
                 training.end_backward()
             elif training.hooks is not None:
@@ -133,18 +133,18 @@ class LossBackward:
         if self.task is None or torch._C._current_graph_task_id() == self.task:
             return
         self.task = None
-        error = UsageError("loss.backward() raised, so that the accumulation starts over")
-        training, ends, self._ends = self._training, self._ends, ExitStack()
+        error = UsageError("loss.backward() raised, so the accumulation starts over")
+        training, cleanup, self._cleanup = self._training, self._cleanup, ExitStack()
         if self._trains:
             training.abandon_backward(error)
         elif training.hooks is not None:
             training.hooks.abandon()
         # As when engine.backward() fails: other ranks get a message.
-        ends.__exit__(type(error), error, None)
+        cleanup.__exit__(type(error), error, None)
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:
-    """Return the tensors with a graph in a module's output: a tensor, or tuples, lists, mappings and dataclasses."""
+    """Return the tensors with a graph in a module's output: a tensor, or nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value] if value.grad_fn is not None else []
     return [tensor for item in _items(value).values() for tensor in _differentiable(item)]
@@ -160,12 +160,12 @@ def _items(value: Any) -> dict[Any, Any]:
     return {}
 
 
-def _replaced(value: Any, views: dict[int, torch.Tensor]) -> Any:
-    """Return a module's output with other tensors, given by the ids of the tensors that they replace."""
+def _with_views(value: Any, views: dict[int, torch.Tensor]) -> Any:
+    """Return a module's output with `views` in place of the tensors with these ids."""
     if isinstance(value, torch.Tensor):
         return views.get(id(value), value)
     items = _items(value)
-    changed = {key: new for key, item in items.items() if (new := _replaced(item, views)) is not item}
+    changed = {key: new for key, item in items.items() if (new := _with_views(item, views)) is not item}
     if not changed:
         return value
     if isinstance(value, MutableMapping | list):

@@ -1,19 +1,19 @@
-"""Parameters of models that are being built: in memory while they are in use, else this rank's rows in a store.
+"""Parameters of models that are being built: in memory while they are in use, otherwise as this rank's rows in a store.
 
 [Note: a released parameter]
-Its rows are in the array `building/<number>` in the type that it was built in, and the parameter is a view of one NaN,
-as a released one of the engine is (see [Note: the memory of a parameter]). Each has its own NaN, which identifies it. The
-former memory is not touched: other references to it stay valid.
+Its rows are in the array `building/<number>`, in the type that it was built in, and the parameter is a view of one NaN, like
+an engine's released parameter (see [Note: the memory of a parameter]). Each has its own NaN, which identifies it. The previous
+memory is not changed, so other references to it stay valid.
 
 Any parameter may be released at any time, the least recently used first, since any access within the block of `zstore.Init`
-unshards it first. One whose memory has another user, as a view in a local variable, stays: a write to the view is a write to
-the parameter.
+unshards it first. A parameter whose memory has another user, such as a view in a local variable, stays in memory: a write to
+the view is a write to the parameter.
 
 [Note: ranks that build]
-Every rank builds the same values and keeps its rows of them. Each gather names its purpose, and the end of the block
-compares a checksum of every parameter: ranks that differ are an error. (Not earlier: uninitialized memory differs too.)
-References decide which parameters may be released, so Python's collector is off: it would run at different moments on
-different ranks.
+Every rank builds the same values and keeps its rows of them. Each gather names its purpose, and the end of the block compares
+a checksum of every parameter: a difference between ranks is an error. (Not earlier, since uninitialized memory differs too.)
+Reference counts decide which parameters may be released, so Python's garbage collector is off: it would run at different
+times on different ranks.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _TRIM_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class BuildStatistics:
-    """Bytes of the parameters that are large enough to be sharded."""
+    """Bytes of parameters that are large enough to be sharded."""
 
     live_bytes: int = 0
-    """The parameters in memory."""
+    """Parameters in memory."""
     live_peak_bytes: int = 0
     """Maximum of `live_bytes`."""
     stored_bytes: int = 0
@@ -62,13 +62,13 @@ class BuildStatistics:
 
 
 @dataclass(eq=False)
-class Built:
+class BuiltParameter:
     """A large parameter of a model that is being built. See [Note: a released parameter]."""
 
     number: int
     ref: weakref.ref[nn.Parameter]
     owner: weakref.ref[nn.Module]
-    """The module that got it first."""
+    """The module that it was first registered in."""
     label: str
     """Its name and its module's type, for messages."""
     device: torch.device
@@ -82,7 +82,7 @@ class Built:
     """Checksum of its values at the last release; with several ranks only."""
 
     def is_intact(self, parameter: nn.Parameter) -> bool:
-        """Return whether a released parameter is unchanged since then."""
+        """Return whether a released parameter has not been changed since its release."""
         placeholder = self.placeholder
         return (
             placeholder is not None
@@ -91,7 +91,7 @@ class Built:
 
 
 class BuildingGuard:
-    """Lets a call, `state_dict()` and `load_state_dict()` of modules with released parameters raise instead of using NaN."""
+    """Makes calls, `state_dict()` and `load_state_dict()` of modules with released parameters raise instead of using NaN."""
 
     def __init__(self) -> None:
         self._suspended = 0
@@ -121,7 +121,7 @@ class BuildingGuard:
             if built is not None and built.placeholder is not None:
                 raise UsageError(
                     f"parameter {name!r} of this {type(module).__name__} was built within zstore.Init, so its values are "
-                    "in shards: give the model to zstore.initialize() first, or read and change it within "
+                    "in shards: pass the model to zstore.initialize() first, or read and change it within "
                     "`with zstore.gather(model, modifier_rank=0):` or the same `with init:`"
                 )
 
@@ -150,20 +150,20 @@ class Builder:
         self.store = store
         self.world = world
         self.key = key
-        """The settings of the store: `initialize` takes over one with its own settings."""
+        """The settings of the store: `initialize` takes over a store with its own settings."""
         self.threshold_numel = max(1, threshold_numel)
         """Smaller parameters stay in memory."""
         self._tier = tier
-        self._by_id: dict[int, Built] = {}
-        self._live: OrderedDict[int, Built] = OrderedDict()
-        self._dead: deque[Built] = deque()
+        self._by_id: dict[int, BuiltParameter] = {}
+        self._live: OrderedDict[int, BuiltParameter] = OrderedDict()
+        self._deleted: deque[BuiltParameter] = deque()
         self._count = 0
         self._freed_bytes = 0
         self._live_bytes = self._live_peak_bytes = 0
         self.failed = False
-        """The ranks build different models, or one failed: they no longer agree on anything."""
+        """Whether the ranks built different models, or one failed: later collectives would not match."""
         self.from_rank_0 = False
-        """Whether ranks may build different values (rank 0's are used) and state dicts may have NaN for released values."""
+        """Whether ranks may build different values (rank 0's are used), and state dicts may have NaN for released values."""
         self.is_handed_over = False
         """Whether another owner closes the store."""
         self.guard = BuildingGuard()
@@ -180,12 +180,12 @@ class Builder:
         """Whether the values in the store are lost."""
         return not (self._finalizer.alive or self.is_handed_over)
 
-    def find(self, tensor: torch.Tensor) -> Built | None:
+    def find(self, tensor: torch.Tensor) -> BuiltParameter | None:
         """Return the record of a parameter, None for any other tensor."""
         built = self._by_id.get(id(tensor))
         return built if built is not None and built.ref() is tensor else None
 
-    def enter(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
+    def register(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> BuiltParameter:
         """Register a parameter whose values are in memory."""
         built = self.find(parameter)
         if built is None:
@@ -193,41 +193,41 @@ class Builder:
             self._count_live(built, parameter)
         return built
 
-    def _record(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
+    def _record(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> BuiltParameter:
         self._sweep()
-        built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label, parameter.device)
-        dead = self._dead  # called at any time; it must not keep the builder alive
-        built.ref = weakref.ref(parameter, lambda _: dead.append(built))
+        built = BuiltParameter(self._count, weakref.ref(parameter), weakref.ref(owner), label, parameter.device)
+        deleted = self._deleted  # the callback may run at any time; it must not keep the builder alive
+        built.ref = weakref.ref(parameter, lambda _: deleted.append(built))
         self._count += 1
         self._by_id[id(parameter)] = built
         return built
 
     def register_stored(self, parameter: nn.Parameter, owner: nn.Module, label: str, fill: FillRows) -> None:
-        """Register a released parameter whose rows `fill` sets; its memory is not read."""
+        """Register a released parameter whose rows `fill` sets, without reading its memory."""
         self._fill(self._record(parameter, owner, label), parameter, fill)
 
-    def _count_live(self, built: Built, parameter: nn.Parameter) -> None:
+    def _count_live(self, built: BuiltParameter, parameter: nn.Parameter) -> None:
         self._live_bytes += parameter.nbytes - built.live_bytes
         self._live_peak_bytes = max(self._live_peak_bytes, self._live_bytes)
         built.live_bytes = parameter.nbytes
         self._live[built.number] = built
         self._live.move_to_end(built.number)
 
-    def _count_released(self, built: Built) -> None:
+    def _count_released(self, built: BuiltParameter) -> None:
         self._live.pop(built.number, None)
         self._live_bytes -= built.live_bytes
         built.live_bytes = 0
 
     def _sweep(self) -> None:
         """Remove the rows of parameters that no longer exist."""
-        while self._dead:
-            built = self._dead.popleft()
+        while self._deleted:
+            built = self._deleted.popleft()
             self._by_id = {key: other for key, other in self._by_id.items() if other is not built}
             self._count_released(built)
             self._drop_rows(built)
 
-    def touch(self, built: Built, *, overwritten: bool = False) -> None:
-        """Make a parameter live, before it is read or written; `overwritten` as a whole, it is not read from the store."""
+    def make_live(self, built: BuiltParameter, *, overwritten: bool = False) -> None:
+        """Make a parameter live before it is read or written; if it is wholly `overwritten`, it is not read from the store."""
         self._sweep()
         if (parameter := built.ref()) is None:
             return
@@ -236,23 +236,23 @@ class Builder:
                 spec = _rows_of(built).spec
                 parameter.data = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=built.device)
             else:
-                parameter.data = self.whole(built)
+                parameter.data = self.full_values(built)
             built.placeholder = None
         self._count_live(built, parameter)
 
-    def limit(self, live_bytes: int, keep: set[int] | None = None) -> None:
+    def release_down_to(self, live_bytes: int, keep: set[int] | None = None) -> None:
         """Release parameters, the least recently used first, until the live ones take at most `live_bytes`."""
         self._sweep()
         for built in list(self._live.values()):
             if self._live_bytes <= live_bytes:
                 return
-            if (one := built.ref()) is not None and built.number not in (keep or ()) and _uses(one) <= _SOLE_USES:
-                self.release(built, one)
+            if (p := built.ref()) is not None and built.number not in (keep or ()) and _use_count(p) <= _SOLE_USE_COUNT:
+                self.release(built, p)
 
     def release_all(self) -> None:
-        """Release every parameter; views of one no longer share its memory.
+        """Release every parameter; views of a parameter no longer share its memory.
 
-        Two parameters that share memory stay: the engine refuses them by name.
+        Parameters that share memory stay in memory: the engine refuses them by name.
         """
         self._sweep()
         seen = Counter(p.data_ptr() for built in self._live.values() if (p := built.ref()) is not None)
@@ -260,7 +260,7 @@ class Builder:
             if (parameter := built.ref()) is not None and seen[parameter.data_ptr()] == 1:
                 self.release(built, parameter)
 
-    def release(self, built: Built, parameter: nn.Parameter) -> None:
+    def release(self, built: BuiltParameter, parameter: nn.Parameter) -> None:
         """Write this rank's rows to the store, and free the memory."""
         values = plain_memory(parameter.data).view(-1)
         if self.world.world_size > 1 and self.from_rank_0:
@@ -274,14 +274,14 @@ class Builder:
             del values
             return_free_memory()
 
-    def set_placeholder(self, built: Built, parameter: nn.Parameter) -> None:
+    def set_placeholder(self, built: BuiltParameter, parameter: nn.Parameter) -> None:
         """Make the parameter a view of one NaN; its rows are in the store."""
         built.placeholder = view_of_one_nan(parameter.shape, parameter.dtype, built.device)
         parameter.data = built.placeholder
         self._count_released(built)
         _builder_of[parameter] = self
 
-    def _fill(self, built: Built, parameter: nn.Parameter, fill: FillRows) -> None:
+    def _fill(self, built: BuiltParameter, parameter: nn.Parameter, fill: FillRows) -> None:
         """Set the parameter's rows in the store, and release it."""
         shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
         rows = built.rows
@@ -297,12 +297,12 @@ class Builder:
                 fill(rows.base + tile.first, as_torch(tile.views[0]))
         self.set_placeholder(built, parameter)
 
-    def _drop_rows(self, built: Built) -> None:
+    def _drop_rows(self, built: BuiltParameter) -> None:
         rows, built.rows = built.rows, None
         if rows is not None:
             self.store.remove(rows.spec.name)
 
-    def own_rows(self, built: Built) -> torch.Tensor:
+    def own_rows(self, built: BuiltParameter) -> torch.Tensor:
         """Return a copy of this rank's rows of a released parameter, 1-D on the CPU."""
         rows = _rows_of(built)
         out = torch.empty(rows.valid_numel, dtype=torch_dtype(rows.spec.dtype))
@@ -312,49 +312,49 @@ class Builder:
     def _read_into(self, rows: LocalShard, out: torch.Tensor) -> None:
         if self.is_closed:
             raise model_deleted_error()
-        # Not `read`, whose ticket keeps the memory for an unknown time.
+        # Not `read`, whose ticket keeps its memory for an unknown time.
         with closing(self.store.tiles([[rows.spec.name]], "read")) as tiles:
             for tile in tiles:
                 out[tile.first : tile.stop].copy_(as_torch(tile.views[0]))
 
-    def whole(self, built: Built) -> torch.Tensor:
+    def full_values(self, built: BuiltParameter) -> torch.Tensor:
         """Return the values of a released parameter, on its original device (all ranks)."""
         rows, world = _rows_of(built), self.world
         if world.world_size == 1:
             return self.own_rows(built).view(rows.spec.shape).to(built.device)
-        mine = torch.zeros(rows.grid.shard_numel, dtype=torch_dtype(rows.spec.dtype))
+        own = torch.zeros(rows.grid.shard_numel, dtype=torch_dtype(rows.spec.dtype))
         error: Exception | None = None
         try:
-            self._read_into(rows, mine[: rows.valid_numel])
+            self._read_into(rows, own[: rows.valid_numel])
         except Exception as raised:
             error = raised
         self.agree(f"the values of {built.label} (parameter {built.number})", error)
-        everyone = torch.empty(rows.grid.shard_numel * world.world_size, dtype=mine.dtype, device=world.device)
-        world.all_gather(everyone, mine.to(world.device))
+        gathered = torch.empty(rows.grid.shard_numel * world.world_size, dtype=own.dtype, device=world.device)
+        world.all_gather(gathered, own.to(world.device))
         # A copy: the collective keeps its memory for an unknown time.
-        return everyone[: rows.spec.numel].view(rows.spec.shape).to(built.device, copy=True)
+        return gathered[: rows.spec.numel].view(rows.spec.shape).to(built.device, copy=True)
 
     def agree_on_values(self, error: BaseException | None) -> None:
         """Raise on all ranks, as `agree` does, unless every rank released the same values (all ranks)."""
         self.agree("the end of the block", error)
         released = [built for built in self._by_id.values() if built.placeholder is not None]
         released.sort(key=lambda built: built.number)
-        sums = self.world.all_gather_object([[built.number, built.crc] for built in released])
-        for rank, theirs in enumerate(sums):
-            if theirs != sums[0]:
+        checksums = self.world.all_gather_object([[built.number, built.crc] for built in released])
+        for rank, sums in enumerate(checksums):
+            if sums != checksums[0]:
                 self.failed = True
-                pairs = zip(released, sums[0], theirs, strict=False)
-                odd = next((built.label for built, one, other in pairs if one != other), "their number")
+                pairs = zip(released, checksums[0], sums, strict=False)
+                difference = next((built.label for built, a, b in pairs if a != b), "their number")
                 raise UsageError(
-                    f"rank {rank} built different values from rank 0's, first {odd}: within zstore.Init every rank needs the "
-                    "same seed. Call torch.manual_seed(SEED) with one SEED on all ranks before the block, and what differs by "
-                    "rank after it; set every parameter"
+                    f"rank {rank} built different values from rank 0's, first {difference}: within zstore.Init every rank "
+                    "needs the same seed. Call torch.manual_seed(SEED) with one SEED on all ranks before the block, do what "
+                    "differs by rank after it, and initialize every parameter"
                 )
 
     def agree(self, what: str, error: BaseException | None = None) -> None:
-        """Raise on all ranks unless each is at `what` and none has an `error` (all ranks). See [Note: ranks that build]."""
+        """Raise on all ranks unless all are at `what` without an `error` (all ranks). See [Note: ranks that build]."""
         if self.failed:
-            raise UsageError("building this model failed before, on some rank: build it again")
+            raise UsageError("an earlier part of building this model failed on some rank: build it again")
         try:
             self.world.raise_together(error, f"zstore.Init at {what}")
         except BaseException:
@@ -366,7 +366,7 @@ class Builder:
         found = (built.owner() for built in self._by_id.values() if built.placeholder is not None)
         return list(dict.fromkeys(module for module in found if module is not None))
 
-    def give(self, built: Built, *, keep_rows: bool = False) -> None:
+    def forget(self, built: BuiltParameter, *, keep_rows: bool = False) -> None:
         """Forget a parameter that an engine has taken over; drop its array unless that has been taken over too."""
         if keep_rows:
             built.rows = None
@@ -376,40 +376,40 @@ class Builder:
         self._count_released(built)
         self._drop_rows(built)
 
-    def has_others(self, parameters: Container[nn.Parameter]) -> bool:
+    def has_other_parameters(self, parameters: Container[nn.Parameter]) -> bool:
         """Return whether the store has rows of other parameters than these."""
         self._sweep()
         stored = (built.ref() for built in self._by_id.values() if built.rows is not None)
         return any(parameter is not None and parameter not in parameters for parameter in stored)
 
     def hand_over_store(self) -> Store:
-        """Return the store, which the caller closes from now on; arrays of parameters stay until `give`."""
+        """Return the store, which the caller must close; arrays of parameters stay until `forget`."""
         self._finalizer.detach()
         self.is_handed_over = True
         return self.store
 
     def statistics(self) -> BuildStatistics:
-        """Return the bytes of parameters that exist."""
+        """Return the bytes of the existing parameters."""
         self._sweep()
         stored = sum(built.rows.nbytes for built in self._by_id.values() if built.rows is not None)
         return BuildStatistics(live_bytes=self._live_bytes, live_peak_bytes=self._live_peak_bytes, stored_bytes=stored)
 
     def close(self) -> None:
-        """Close the store, unless it was handed over; its values are lost. A second call does nothing."""
+        """Close the store, unless it was handed over; the values in it are lost. A second call does nothing."""
         self._finalizer()
 
 
 open_blocks: list[Any] = []
 """The open block, if any."""
 seen_by_init: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that a block saw, sharded or not: every rank has the same values of them. The values are None."""
+"""Parameters registered within a block, sharded or not: all ranks have the same values. The mapped values are None."""
 trained: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that an engine has: no block shards them again. The values are None."""
+"""Parameters that an engine has: no block shards them again. The mapped values are None."""
 
 
 @contextmanager
-def around_block() -> Iterator[None]:
-    """End the open block, if any, which completes its model, and enter it again afterwards; after an error close it (all
+def outside_block() -> Iterator[None]:
+    """End the open block, if any, which completes its model, and enter it again after this one; close it after an error (all
     ranks)."""
     if not open_blocks:
         yield
@@ -424,42 +424,42 @@ def around_block() -> Iterator[None]:
     block.__enter__()
 
 
-def leave_to_engine(model: nn.Module) -> None:
+def mark_trained(model: nn.Module) -> None:
     """Mark the parameters of `model` as owned by an engine."""
     for parameter in model.parameters():
         trained[parameter] = None
 
 
 def model_deleted_error() -> UsageError:
-    """Return the error of a model whose store was closed."""
+    """Return the error for a model whose store was closed."""
     return UsageError("the values of this model were dropped when its zstore.Init was closed: build it again")
 
 
-def _rows_of(built: Built) -> LocalShard:
+def _rows_of(built: BuiltParameter) -> LocalShard:
     if built.rows is None:
         raise UsageError(f"{built.label} is not in the store")
     return built.rows
 
 
-def _uses(parameter: nn.Parameter) -> int:
+def _use_count(parameter: nn.Parameter) -> int:
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
 
 
-_SOLE_USES = _uses(nn.Parameter(torch.empty(1)))
-"""Uses of memory owned by a single parameter: one in torch 2.9, two in 2.13."""
+_SOLE_USE_COUNT = _use_count(nn.Parameter(torch.empty(1)))
+"""Use count of memory that only one parameter uses: one in torch 2.9, two in 2.13."""
 
 
 _builders: weakref.WeakSet[Builder] = weakref.WeakSet()
 _builder_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter -> the builder that released it: kept by it even when it is closed, since the values are lost then."""
+"""Parameter -> the builder that released it, kept alive even after it is closed, when the values are lost."""
 
 
-def open_builder(key: tuple[Any, ...]) -> Builder | None:
-    """Return the builder with an open store of these settings, if any."""
+def find_open_builder(key: tuple[Any, ...]) -> Builder | None:
+    """Return a builder that has an open store with these settings, if any."""
     return next((b for b in _builders if b.key == key and b.is_open and not b.failed), None)
 
 
-def find_built(tensor: torch.Tensor) -> tuple[Builder, Built] | None:
+def find_built(tensor: torch.Tensor) -> tuple[Builder, BuiltParameter] | None:
     """Return the builder that released a parameter, and its record; None if the parameter is not released."""
     builder: Builder | None = _builder_of.get(tensor)  # type: ignore[no-untyped-call]
     built = None if builder is None else builder.find(tensor)

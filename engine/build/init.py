@@ -1,9 +1,9 @@
 """`zstore.Init`: a model is built for real, and its parameters move into shards as they are created.
 
 [Note: what the block sees]
-torch's registration hooks report every parameter and every module that a module gets; a torch function mode sees every call of
-a torch function, attributes of tensors included, with its arguments. So user code runs unchanged: a parameter is unsharded
-before any access. Other threads are not seen. [Note: a released parameter] says which parameters are in memory when.
+torch's registration hooks report every parameter and module that is registered in a module; a torch function mode sees every
+call of a torch function, including access to attributes of tensors, with its arguments. So user code runs unchanged: a
+parameter is unsharded before any access. Other threads are not observed. See also [Note: a released parameter].
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from .store import builder_for
 
 
 class Init(AbstractContextManager["Init"]):
-    """Within the block, models are built in shards: the values of the plain model, in little memory (all ranks).
+    """Within the block, models are built in shards, with the same values as without it, in little memory (all ranks).
 
-    `config` (or `config_dict_or_path`) is the config of `initialize`. Each rank's rows of large parameters go to its tier for
-    them: at stage 3 with several ranks or `offload_param`, and wherever the optimizer's state is offloaded. Without a config
-    they go to host memory. If that saves nothing, the block does nothing.
+    `config` (or `config_dict_or_path`) is the config of `initialize`. Each rank's rows of large parameters go to the config's
+    tier for them: at stage 3 with several ranks or `offload_param`, and whenever the optimizer's state is offloaded. Without
+    a config they go to host memory. If that saves nothing, the block does nothing.
 
-    At most `live_bytes` of large parameters stay in memory, in addition to the one in use. `dtype`: the default floating type
-    within the block. `module`: an existing model, which is sharded at once.
+    At most `live_bytes` of large parameters stay in memory, in addition to the one in use. `dtype` is the default
+    floating-point type within the block. `module` is an existing model, which is sharded immediately.
 
     `remote_device` names the rows' tier: "cpu" changes nothing, and "nvme" needs a config that offloads parameters there.
     `pin_memory` and `mem_efficient_linear` are accepted and ignored: the config decides on pinning, and values depend on
     neither.
 
-    Every rank runs the same code under the same seed, or the block ends with UsageError. After the block a sharded parameter
-    reads as NaN; within it, within the same block entered again, or within `zstore.gather`, it has its values. An error
-    in the block leaves no files.
+    Every rank must run the same code under the same seed, or the block ends with UsageError. After the block a sharded
+    parameter reads as NaN; within it, within the same block entered again, or within `zstore.gather`, it has its values. After
+    an error in the block no files remain.
 
     Raises UsageError for a block within a block and for parameters on the meta device, and the errors of opening a store.
     """
@@ -85,14 +85,14 @@ class Init(AbstractContextManager["Init"]):
         self._from_rank_0 = _from_rank_0
         self._live_bytes = live_bytes
         self._builder: Builder | None = None
-        self._ends = ExitStack()
+        self._cleanup = ExitStack()
         self._meta: list[tuple[weakref.ref[nn.Module], str]] = []
         self._thread = 0
-        self._busy = False
-        self._began_empty = True
+        self._ignores_hooks = False
+        self._is_new = True
         if module is not None and enabled:
             with self:
-                self._enter_module(module)
+                self._register_module(module)
 
     def __enter__(self) -> Self:
         if not self._enabled:
@@ -109,20 +109,20 @@ class Init(AbstractContextManager["Init"]):
             stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
             if self._builder is not None:
                 self._watch(self._builder, stack)
-            self._ends = stack.pop_all()
+            self._cleanup = stack.pop_all()
         return self
 
     def _open(self) -> None:
         """Open the store if anything is to be sharded."""
         if self._builder is not None and self._builder.is_open:
-            self._began_empty = False
+            self._is_new = False
             return
         show_messages()
         init_distributed()
         world = World.current()
         config = None if self._source is None else load_config(self._source)
         _check_remote_device(self._remote_device, config)
-        self._builder, self._began_empty = builder_for(config, world)
+        self._builder, self._is_new = builder_for(config, world)
         if self._builder is not None and self._from_rank_0:
             self._builder.from_rank_0 = True
 
@@ -134,16 +134,16 @@ class Init(AbstractContextManager["Init"]):
         if builder.world.world_size > 1:
             stack.callback(CollectorPause().end)
         stack.callback(register_module_module_registration_hook(self._on_module).remove)
-        stack.enter_context(_BeforeFunctions(self._before))
+        stack.enter_context(_BeforeFunctions(self._unshard_arguments))
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if not self._enabled or self not in open_blocks:
             return
-        self._ends.close()
+        self._cleanup.close()
         builder = self._builder
         if builder is None:
             return
-        if value is None or not self._began_empty:
+        if value is None or not self._is_new:
             self._end(builder, value)
         else:
             if isinstance(value, Exception) and not builder.failed:
@@ -152,12 +152,12 @@ class Init(AbstractContextManager["Init"]):
             builder.close()
 
     def _end(self, builder: Builder, raised: BaseException | None) -> None:
-        """Release live parameters, and compare with the other ranks."""
+        """Release live parameters, and compare them with the other ranks'."""
         error = raised
         try:
             builder.release_all()
             if error is None:
-                error = self._left_on_meta()
+                error = self._meta_error()
         except Exception as failure:
             error = error or failure
         owners = builder.owners()
@@ -167,95 +167,95 @@ class Init(AbstractContextManager["Init"]):
             if not owners:
                 builder.close()
         except BaseException as failure:
-            if self._began_empty:
+            if self._is_new:
                 builder.close()
             if failure is not raised:
                 raise
 
-    def _left_on_meta(self) -> UsageError | None:
+    def _meta_error(self) -> UsageError | None:
         for ref, name in self._meta:
             module = ref()
             parameter = None if module is None else module._parameters.get(name)
             if parameter is not None and parameter.is_meta:
                 return UsageError(
                     f"parameter {name!r} of a {type(module).__name__} is on the meta device and has no values: zstore.Init "
-                    "builds models for real. Leave the meta device out, or load weights with zstore.from_pretrained()"
+                    "builds models for real. Do not use the meta device, or load weights with zstore.from_pretrained()"
                 )
         return None
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if self._builder is None and parameter is not None:
             seen_by_init[parameter] = None
-        elif parameter is not None and not self._busy and threading.get_ident() == self._thread:
-            with self._unobserved() as builder:
-                self._enter(builder, module, name, parameter)
+        elif parameter is not None and not self._ignores_hooks and threading.get_ident() == self._thread:
+            with self._ignoring_hooks() as builder:
+                self._register(builder, module, name, parameter)
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Register parameters that no hook reported, such as those of a copied module."""
-        if child is not None and not self._busy and threading.get_ident() == self._thread:
-            with self._unobserved():
-                self._enter_module(child)
+        """Register parameters that no hook has reported, such as those of a copied module."""
+        if child is not None and not self._ignores_hooks and threading.get_ident() == self._thread:
+            with self._ignoring_hooks():
+                self._register_module(child)
 
-    def enter(self, module: nn.Module, name: str) -> None:
-        """Shard the parameter `name` of a module that its engine releases, if the block shards any."""
+    def shard_parameter(self, module: nn.Module, name: str) -> None:
+        """Shard the parameter `name` of a module after its engine gave it up, if the block shards any."""
         if (parameter := module._parameters[name]) is None:
             return
         trained.pop(parameter, None)  # type: ignore[no-untyped-call]
         if self._builder is not None:
-            with self._unobserved() as builder:
-                self._enter(builder, module, name, parameter)
+            with self._ignoring_hooks() as builder:
+                self._register(builder, module, name, parameter)
 
-    def _enter_module(self, root: nn.Module) -> None:
+    def _register_module(self, root: nn.Module) -> None:
         builder = self._builder
         if builder is None:
             return
         for module in root.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and builder.find(parameter) is None:
-                    self._enter(builder, module, name, parameter)
+                    self._register(builder, module, name, parameter)
 
-    def _enter(self, builder: Builder, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    def _register(self, builder: Builder, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if parameter in trained:
             return
         seen_by_init[parameter] = None
         if parameter.is_meta:
             self._meta.append((weakref.ref(module), name))
         elif parameter.numel() >= builder.threshold_numel and _can_be_stored(parameter):
-            built = builder.enter(parameter, module, f"{name!r} of a {type(module).__name__}")
-            # The newest stays: it is not initialized yet.
-            builder.limit(self._live_bytes, {built.number})
+            built = builder.register(parameter, module, f"{name!r} of a {type(module).__name__}")
+            # The newest one stays, since it is not initialized yet.
+            builder.release_down_to(self._live_bytes, {built.number})
 
     @contextmanager
-    def _unobserved(self) -> Iterator[Builder]:
-        """Let the hooks ignore the work of the block."""
+    def _ignoring_hooks(self) -> Iterator[Builder]:
+        """Make the hooks ignore operations within the block."""
         if self._builder is None:
             raise UsageError("this zstore.Init shards nothing")
-        self._busy = True
+        self._ignores_hooks = True
         try:
             yield self._builder
         finally:
-            self._busy = False
+            self._ignores_hooks = False
 
-    def _before(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Unshard the parameters among a torch function's arguments."""
-        if self._busy or self._builder is None:
+    def _unshard_arguments(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Unshard the parameters in a torch function's arguments."""
+        if self._ignores_hooks or self._builder is None:
             return
         find = self._builder.find
         touched = [built for tensor in _tensors((args, kwargs)) if (built := find(tensor)) is not None]
         if not touched:
             return
-        with self._unobserved() as builder:
+        with self._ignoring_hooks() as builder:
             keep = {built.number for built in touched}
             missing = {built.number: built for built in touched if built.placeholder is not None}
-            needed_bytes = sum(one.rows.spec.nbytes for one in missing.values() if one.rows is not None)
-            builder.limit(self._live_bytes - needed_bytes, keep)
+            needed_bytes = sum(b.rows.spec.nbytes for b in missing.values() if b.rows is not None)
+            builder.release_down_to(self._live_bytes - needed_bytes, keep)
             target = args[0] if args else kwargs.get("tensor")
             overwrites = len(touched) == 1 and function in _overwriting() and target is touched[0].ref()
             for built in touched:
-                builder.touch(built, overwritten=overwrites)
+                builder.make_live(built, overwritten=overwrites)
 
     def statistics(self) -> BuildStatistics:
-        """Return the bytes of large parameters that were built and not passed to `initialize`."""
+        """Return the bytes of large parameters that were built and not yet passed to `initialize`."""
         return BuildStatistics() if self._builder is None else self._builder.statistics()
 
     def close(self) -> None:
@@ -275,7 +275,7 @@ class _BeforeFunctions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _valueless():
+        if func not in _value_independent():
             self._before(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -292,7 +292,7 @@ def _check_remote_device(device: str | None, config: Config | None) -> None:
 
 
 @cache
-def _valueless() -> frozenset[Any]:
+def _value_independent() -> frozenset[Any]:
     """Return the torch functions whose result depends on neither the values nor the memory of a parameter."""
     read = (
         "shape ndim dtype device layout requires_grad grad is_leaf is_meta is_cuda is_cpu is_sparse is_quantized grad_fn "
@@ -320,7 +320,7 @@ def _overwriting() -> frozenset[Any]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments, also those in lists, tuples and dicts, and in subclasses, which pytree does not enter."""
+    """Yield the tensors in arguments, and those in lists, tuples and dicts, whose subclasses pytree does not traverse."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -329,7 +329,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _can_be_stored(parameter: nn.Parameter) -> bool:
-    """Return whether the store accepts such a parameter; others stay in memory."""
+    """Return whether the store can hold the parameter; others stay in memory."""
     if type(parameter) is not nn.Parameter or is_lazy(parameter):
         return False
     try:

@@ -1,5 +1,5 @@
-"""Checks and prepares a model before training: its device, its types, the same values on every rank; and what a checkpoint
-stores of it besides the parameters."""
+"""Checks a model and prepares it for training: device, types, the same values on every rank; and lists what a checkpoint stores
+of it besides the parameters."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
     """Raise UsageError for a model that cannot be trained, with `gathers` also for one whose parameters cannot be gathered, and
-    if the ranks have different models (all ranks)."""
-    world.raise_together(_fault(model, gathers))
-    mine = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
-    digests = world.all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
+    if the ranks' models differ (all ranks)."""
+    world.raise_together(_model_error(model, gathers))
+    own = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    digests = world.all_gather_object(hashlib.sha256(json.dumps(own).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    theirs = world.broadcast_object(mine)
-    first = next((f"{a}, on rank 0 {b}" for a, b in zip(mine, theirs, strict=False) if a != b), "their number")
+    rank0_parameters = world.broadcast_object(own)
+    first = next((f"{a}, on rank 0 {b}" for a, b in zip(own, rank0_parameters, strict=False) if a != b), "their number")
     ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     raise UsageError(
         f"ranks {ranks} have a different model from rank 0; parameters differ, on rank {world.rank} first: "
-        f"{'none' if mine == theirs else first}. Build the same model on every rank"
+        f"{'none' if own == rank0_parameters else first}. Build the same model on every rank"
     )
 
 
 def require_shapes(model: nn.Module) -> None:
-    """Raise UsageError for a parameter that has no shape yet."""
+    """Raise UsageError if a parameter has no shape yet."""
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise UsageError(
@@ -59,8 +59,8 @@ def require_shapes(model: nn.Module) -> None:
             )
 
 
-def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
-    """Return the error of the model on this rank."""
+def _model_error(model: nn.Module, gathers: bool) -> UsageError | None:
+    """Return the error for the model on this rank, if any."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             return UsageError(
@@ -92,7 +92,7 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
             )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            return UsageError(f"module {name!r} is scripted and takes no hooks: pass it unscripted")
+            return UsageError(f"module {name!r} is scripted and supports no hooks: pass it unscripted")
         # Attributes that torch.compile(module) and module.compile() set.
         if gathers and (module._compiled_call_impl is not None or "_orig_mod" in module._modules):
             return UsageError(
@@ -105,8 +105,8 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
 def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> None:
     """Move the model's buffers to their device, take rank 0's values, and cast floating ones to `dtype` (all ranks).
 
-    None keeps their types: frequencies of rotary embeddings and running statistics lose too much in 16 bits. Buffers that
-    several modules share stay shared; expanded ones get their own memory.
+    With None their types are kept: frequencies of rotary embeddings and running statistics lose too much in 16 bits. Buffers
+    that several modules share stay shared; expanded buffers get their own memory.
     """
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
@@ -124,10 +124,10 @@ def broadcast_bytes(world: World, tensor: torch.Tensor) -> None:
         world.broadcast(tensor.view(-1).view(torch.uint8))
 
 
-def normalize_in_type_of_statistics(model: nn.Module) -> None:
-    """Let modules with running statistics in fp32 work whose parameters are in 16 bits.
+def cast_for_running_statistics(model: nn.Module) -> None:
+    """Make modules with running statistics in fp32 work with 16-bit parameters.
 
-    torch's batch_norm takes everything in one type, or as under autocast 16-bit inputs with fp32 for all else: in such a
+    torch's batch_norm accepts everything in one type, or, as under autocast, 16-bit inputs with all else in fp32: in such a
     module's forward the parameters are cast to the type of the statistics.
     """
     for module in model.modules():
@@ -147,12 +147,12 @@ def _forward_cast(module: _NormBase, forward: Callable[..., torch.Tensor], *args
 
 
 def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values`, contiguous, in unshared memory; cast to `dtype` if they are floating."""
+    """Return `values`, contiguous, in unshared memory, cast to `dtype` if they are floating-point."""
     cast = (values.to(dtype) if values.is_floating_point() else values).resolve_neg()
     storage = cast.untyped_storage()
-    alone = cast.is_contiguous() and storage.nbytes() == cast.nbytes and storage.resizable()
+    is_sole_user = cast.is_contiguous() and storage.nbytes() == cast.nbytes and storage.resizable()
     # A slice of a mapped file or of a larger tensor cannot be released separately.
-    return cast if alone and not storage.is_shared() else cast.clone(memory_format=torch.contiguous_format)
+    return cast if is_sole_user and not storage.is_shared() else cast.clone(memory_format=torch.contiguous_format)
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
@@ -167,25 +167,25 @@ def save_config(model: nn.Module, folder: Path) -> None:
 
 
 def companion_files(model: nn.Module, config: Config) -> Callable[[CheckpointReader], list[str]] | None:
-    """Return a function that adds the model's config, and if configured its weights in the computing type, to a checkpoint
-    (rank 0); None if there is neither."""
-    gathers = config.zero.stage3_gather_16bit_weights_on_model_save
+    """Return a function that adds the model's config, and if configured its weights in the compute type, to a checkpoint (rank
+    0); None if there is neither."""
+    adds_weights = config.zero.stage3_gather_16bit_weights_on_model_save
 
     def write(reader: CheckpointReader) -> list[str]:
         messages: list[str] = []
-        if gathers:
+        if adds_weights:
             try:
                 layouts = plan_files(list_weights(reader, DTYPES[config.precision]), MAX_FILE_BYTES)
-            except CheckpointMismatchError as error:  # of a name: it must not fail a checkpoint
+            except CheckpointMismatchError as error:  # an unsupported name must not fail a checkpoint
                 messages.append(f"the checkpoint has no safetensors files: {error}")
             else:
                 lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
-                unfit = f"values do not fit {config.precision}: infinite in the weights"
-                messages += [f"{one.name}: {one.count} {unfit}" for one in lost]
+                overflow_text = f"values do not fit {config.precision}: infinite in the weights"
+                messages += [f"{tensor.name}: {tensor.count} {overflow_text}" for tensor in lost]
         return messages + _save_companions(model, reader.path)
 
     has_config = callable(getattr(getattr(model, "config", None), "save_pretrained", None))
-    return write if gathers or has_config else None
+    return write if adds_weights or has_config else None
 
 
 def _save_companions(model: nn.Module, folder: Path) -> list[str]:
@@ -195,8 +195,8 @@ def _save_companions(model: nn.Module, folder: Path) -> list[str]:
     messages: list[str] = []
     try:
         save_config(model, folder)
-    except Exception as error:  # values of the user must not fail a checkpoint
-        messages.append(f"the checkpoint has no config of the model, which could not be written: {error}")
+    except Exception as error:  # the user's values must not fail a checkpoint
+        messages.append(f"the model's config could not be written to the checkpoint: {error}")
     loaded_from = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "-"))
     files, companions = Files(), Companions()
     companions.add_named(loaded_from)
@@ -214,28 +214,28 @@ def _save_companions(model: nn.Module, folder: Path) -> list[str]:
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (fully qualified name, buffer) once for each buffer in a state_dict of the model."""
+    """Yield (fully qualified name, buffer) once for each buffer in the model's state dict."""
     seen: set[torch.Tensor] = set()
     for path, module in model.named_modules():
-        left_out = module._non_persistent_buffers_set
+        non_persistent = module._non_persistent_buffers_set
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in left_out and buffer not in seen:
+            if name not in non_persistent and buffer not in seen:
                 seen.add(buffer)
                 yield (f"{path}.{name}" if path else name), buffer
 
 
-def stored_whole(model: nn.Module, known: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+def unsharded_tensors(model: nn.Module, known: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (array, tensor) for unsharded tensors: buffers, and parameters not in `known`, which are frozen and were added
     after `initialize`."""
     for name, buffer in stored_buffers(model):
         yield buffer_array(name), buffer
-    others = set(known)
+    sharded = set(known)
     for name, parameter in model.named_parameters():
-        if parameter not in others:
+        if parameter not in sharded:
             yield model_array(name), parameter.detach()
 
 
-def warn_of_doubles(model: nn.Module, config: Config) -> None:
+def warn_of_float64(model: nn.Module, config: Config) -> None:
     """Warn of float64 parameters, which the engine casts."""
     doubles = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     if doubles:
@@ -251,10 +251,10 @@ def mark_leaves_of(config: Config, model: nn.Module) -> None:
     """Mark the modules that `leaf_module` names, and warn of names that no module has."""
     section = config.zero.leaf_module
     by_class = {name: modules_of_classes(model, [name]) for name in section.classes}
-    by_name = {name: [one for path, one in model.named_modules() if path == name] for name in section.names}
-    by_end = {end: [one for path, one in model.named_modules() if path.endswith(end)] for end in section.name_suffixes}
-    mark_leaves(one for found in (by_class, by_name, by_end) for modules in found.values() for one in modules)
-    asked = {**(by_class if "classes" in section.model_fields_set else {}), **by_name, **by_end}
-    missing = [name for name, modules in asked.items() if not modules]
+    by_name = {name: [m for path, m in model.named_modules() if path == name] for name in section.names}
+    by_suffix = {end: [m for path, m in model.named_modules() if path.endswith(end)] for end in section.name_suffixes}
+    mark_leaves(m for found in (by_class, by_name, by_suffix) for modules in found.values() for m in modules)
+    requested = {**(by_class if "classes" in section.model_fields_set else {}), **by_name, **by_suffix}
+    missing = [name for name, modules in requested.items() if not modules]
     if missing:
         warn_once("%s: zero_optimization.leaf_module: the model has no module %s", config.source, ", ".join(missing))

@@ -1,8 +1,8 @@
-"""`from_pretrained`: a model from a Hugging Face folder, straight from the files into shards.
+"""`from_pretrained`: loads a model from a Hugging Face folder, directly from the files into shards.
 
 [Note: the skeleton]
-The model's class builds it as usual, but each parameter moves to the meta device when a module gets it, before it is
-initialized: nothing large is in memory. Buffers are built for real, since many are in no file (the frequencies of rotary
+The model's class builds it as usual, but each parameter moves to the meta device when it is registered in a module, before it
+is initialized: nothing large is in memory. Buffers are built for real, since many are in no file (such as frequencies of rotary
 embeddings). Then each parameter is replaced by one in the store, or in memory if it is small, and filled from the file: every
 rank reads only its own rows.
 """
@@ -39,9 +39,9 @@ from .store import builder_for
 
 _TRIM_BYTES = 64 * 1024 * 1024
 _MAX_LISTED = 8
-"""Keys of each kind that an error lists."""
+"""Maximum number of keys of each kind in an error."""
 _IGNORED_KEY = r"rotary_emb\.inv_freq"
-"""In older files; now computed by the models. transformers ignores it too."""
+"""In older files; models now compute it. transformers ignores it too."""
 _UNTRAINABLE = ("complex64", *FLOAT8)
 
 
@@ -50,15 +50,15 @@ def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: to
 
     `cls` is a transformers class (`LlamaForCausalLM`, `AutoModelForCausalLM`), which is built from the folder's
     `config.json`, or a function without arguments that builds the model. `config` is the config of `initialize`: large
-    parameters go straight to its tier for them, as with `zstore.Init`, and only this rank's rows are read. Without one,
-    several ranks shard them in host memory, and a single rank keeps them whole. `dtype`: the parameters' floating type; by
-    default each tensor's type in its file.
+    parameters go directly to its tier for them, as with `zstore.Init`, and only this rank's rows are read. Without one,
+    several ranks shard them in host memory, and a single rank keeps them whole. `dtype` is the parameters' floating-point
+    type, by default each tensor's type in its file.
 
-    Memory: the small parameters, the buffers, and one tensor at a time. Until `initialize` takes the model, a large parameter
-    reads as NaN outside of `zstore.gather`.
+    Memory: the small parameters, the buffers, and one tensor at a time. Until the model is passed to `initialize`, a large
+    parameter reads as NaN outside of `zstore.gather`.
 
-    Raises CheckpointMismatchError that lists the keys that are missing, not expected, or of another shape, as transformers
-    does, and the errors of reading and of opening a store. Pickled weights (`.bin`) are refused.
+    Raises CheckpointMismatchError, which lists missing keys, unexpected keys and different shapes, as transformers does; and
+    the errors of reading and of opening a store. Pickled weights (`.bin`) are refused.
     """
     require_no_open_block("from_pretrained()")
     show_messages()
@@ -72,9 +72,9 @@ def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: to
         with _parameters_on_meta():
             model = _build(cls, reader.folder, dtype)
         found = match_weights(model, reader)
-    filling = _Filling(reader, dtype, builder_for(loaded, world)[0])
+    loader = _WeightLoader(reader, dtype, builder_for(loaded, world)[0])
     with world.agreeing():
-        filling.fill(model, found)
+        loader.fill(model, found)
     return model.eval()
 
 
@@ -117,7 +117,7 @@ def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"from_pretrained() expects a transformers class or a function that builds a torch.nn.Module, got {cls!r}, "
-            f"which gives {type(model).__name__}"
+            f"which returned a {type(model).__name__}"
         )
     return model
 
@@ -125,16 +125,16 @@ def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
 def match_weights(model: nn.Module, reader: WeightsReader) -> dict[str, StoredWeight]:
     """Return the tensor in the files for each parameter and stored buffer, by its first name in the model.
 
-    Raises CheckpointMismatchError.
+    Raises CheckpointMismatchError if names or shapes differ.
     """
-    wanted = {name: (aliases, parameter.shape) for name, aliases, parameter in named_parameters(model)}
-    parameters = set(wanted)
-    wanted |= {name: ((), buffer.shape) for name, buffer in stored_buffers(model)}
-    names = {key for name, (aliases, _) in wanted.items() for key in (name, *aliases)}
+    expected = {name: (aliases, parameter.shape) for name, aliases, parameter in named_parameters(model)}
+    parameters = set(expected)
+    expected |= {name: ((), buffer.shape) for name, buffer in stored_buffers(model)}
+    names = {key for name, (aliases, _) in expected.items() for key in (name, *aliases)}
     stored = _with_prefix(reader.weights, names, getattr(model, "base_model_prefix", ""))
     found: dict[str, StoredWeight] = {}
     missing, mismatched = [], []
-    for name, (aliases, shape) in wanted.items():
+    for name, (aliases, shape) in expected.items():
         weight = next((stored[key] for key in (name, *aliases) if key in stored), None)
         if weight is not None and weight.shape == tuple(shape):
             found[name] = weight
@@ -145,18 +145,18 @@ def match_weights(model: nn.Module, reader: WeightsReader) -> dict[str, StoredWe
     known = names | {name for name, _ in model.named_buffers()}
     ignored = [_IGNORED_KEY, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     unexpected = [name for name in stored if name not in known and not _matches(name, ignored)]
-    if odd := next((w for name, w in found.items() if name in parameters and w.dtype in _UNTRAINABLE), None):
+    if bad := next((w for name, w in found.items() if name in parameters and w.dtype in _UNTRAINABLE), None):
         raise UsageError(
-            f"{odd.name!r} in {odd.path} is {odd.dtype}, which cannot be trained: convert the model to bfloat16"
+            f"{bad.name!r} in {bad.path} is {bad.dtype}, which cannot be trained: convert the model to bfloat16"
         )
     if missing or unexpected or mismatched:
-        raise CheckpointMismatchError(_mismatches(model, reader.folder, missing, unexpected, mismatched))
+        raise CheckpointMismatchError(_mismatch_text(model, reader.folder, missing, unexpected, mismatched))
     return found
 
 
 def _with_prefix(stored: Mapping[str, StoredWeight], names: Iterable[str], base: str) -> dict[str, StoredWeight]:
-    """Return `stored` under the model's names: files of a base model lack its prefix in a model with a head, and have an
-    extra one the other way."""
+    """Return `stored` under the model's names: a base model's files lack the prefix that a model with a head has, and the
+    other way round."""
     prefix = f"{base}."
     in_model, in_files = (any(name.startswith(prefix) for name in keys) for keys in (names, stored))
     if not base or in_model == in_files:
@@ -171,7 +171,7 @@ def _matches(name: str, patterns: Iterable[str] | None) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
-def _mismatches(
+def _mismatch_text(
     model: nn.Module, folder: Path, missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]
 ) -> str:
     kinds = {
@@ -184,45 +184,45 @@ def _mismatches(
         if keys:
             lines.append(f"  {len(keys)} {kind}: {listed(keys, _MAX_LISTED)}")
     lines.append(
-        "Give the class that the folder was saved from. Where transformers changes the layout of weights as it loads them, "
-        "load with it in shards: `with zstore.Init(config=config): model = cls.from_pretrained(folder)`"
+        "Pass the class that the folder was saved from. If transformers converts the layout of the weights while loading, "
+        "load through it in shards: `with zstore.Init(config=config): model = cls.from_pretrained(folder)`"
     )
     return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class _Filling:
-    """Gives a skeleton its values: large ones in the store of `builder`, if there is one, others in memory."""
+class _WeightLoader:
+    """Loads values into a skeleton: large ones into the store of `builder`, if there is one, others into memory."""
 
     reader: WeightsReader
     dtype: torch.dtype | None
     builder: Builder | None
 
     def fill(self, model: nn.Module, found: Mapping[str, StoredWeight]) -> None:
-        """Give every parameter and stored buffer its values."""
+        """Load the values of every parameter and stored buffer."""
         moved_bytes = 0
         for name, aliases, parameter in list(named_parameters(model)):
-            paths = (one.rpartition(".") for one in (name, *aliases))
+            paths = (each.rpartition(".") for each in (name, *aliases))
             owners = [(model.get_submodule(path), attribute) for path, _, attribute in paths]
-            filled = self._parameter(parameter, found[name], owners[0])
+            filled = self._load_parameter(parameter, found[name], owners[0])
             for module, attribute in owners:
                 setattr(module, attribute, filled)
             moved_bytes += filled.nbytes
             if moved_bytes >= _TRIM_BYTES:
                 moved_bytes = 0
                 return_free_memory()
-        self._buffers(model, found)
+        self._load_buffers(model, found)
         if self.builder is not None:
             self.builder.guard.watch(self.builder)
 
-    def _parameter(self, meta: nn.Parameter, weight: StoredWeight, owner: tuple[nn.Module, str]) -> nn.Parameter:
+    def _load_parameter(self, meta: nn.Parameter, weight: StoredWeight, owner: tuple[nn.Module, str]) -> nn.Parameter:
         """Return a parameter with the values of `weight`, in the store or in memory."""
         dtype = torch_dtype(weight.dtype)
         if self.dtype is not None and dtype.is_floating_point:
             dtype = self.dtype
         if not dtype.is_floating_point and meta.requires_grad:
             raise CheckpointMismatchError(
-                f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but is to be trained: from_pretrained() does "
+                f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but must be trained: from_pretrained() does "
                 "not read quantized weights"
             )
         is_stored = self.builder is not None and meta.numel() >= self.builder.threshold_numel
@@ -246,7 +246,7 @@ class _Filling:
         if target is not out:
             out.copy_(target)
 
-    def _buffers(self, model: nn.Module, found: Mapping[str, StoredWeight]) -> None:
+    def _load_buffers(self, model: nn.Module, found: Mapping[str, StoredWeight]) -> None:
         stored = dict(stored_buffers(model))
         for name, buffer in model.named_buffers():
             weight = found.get(name) if name in stored else None
@@ -256,6 +256,6 @@ class _Filling:
                 buffer.copy_(values)
             elif buffer.is_meta:
                 raise UsageError(
-                    f"buffer {name!r} of a {type(model).__name__} has no values: it is made from a parameter, or on the meta "
-                    "device. Build the model within zstore.Init() instead, and load the weights there"
+                    f"buffer {name!r} of a {type(model).__name__} has no values: it is computed from a parameter, or on the "
+                    "meta device. Build the model within zstore.Init() instead, and load the weights there"
                 )

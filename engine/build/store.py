@@ -25,18 +25,18 @@ from ..params.sharding import Sharding
 from ..plan.plan import Places, Plan, Slots, store_options
 from ..plan.run import budget_of_rank, check_drives, plan_run
 from ..runtime.process import warn_once
-from .builder import Builder, Built, find_built, model_deleted_error, open_builder
+from .builder import Builder, BuiltParameter, find_built, find_open_builder, model_deleted_error
 from .model import own_memory
 
 _THRESHOLD_NUMEL = 100_000
 """Minimum size of sharded parameters if the config does not set it."""
 _TRIM_BYTES = 64 * 1024 * 1024
-"""Bytes of parameters laid out between two calls that return freed memory to the system."""
+"""Bytes of parameters to lay out between two calls that return freed memory to the system."""
 _TIERS: dict[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 StoreKey = tuple[StoreOptions, tuple[Path, ...], int | Literal["auto"] | None]
-"""The settings of a store: its options without the budget, folders of the optimizer's state, and the host budget."""
+"""The settings of a store: its options without the budget, the folders of optimizer state, and the host budget."""
 
 
 def store_key(config: Config) -> StoreKey:
@@ -48,8 +48,8 @@ def store_key(config: Config) -> StoreKey:
 def open_store(
     config: Config, world: World, budget_bytes: int | None, *, pins: bool, files: Files | None = None, cuda: Any = None
 ) -> Store:
-    """Open the store of a config (all ranks). `budget_bytes` is this rank's share of the host budget, `pins` registers its
-    buffers with CUDA; `files` and `cuda` replace its access to disks, and torch's CUDA runtime."""
+    """Open the store of a config (all ranks). `budget_bytes` is this rank's share of the host budget; `pins` registers its
+    buffers with CUDA; `files` and `cuda` replace the access to disks and torch's CUDA runtime."""
     options = replace(store_options(config, budget_bytes), device=str(world.device), pin_buffers=pins)
     with ExitStack() as opened:
         with world.agreeing():
@@ -59,8 +59,8 @@ def open_store(
 
 
 def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bool]:
-    """Return the builder for a config, which need not be resolved, and whether it is new; None if parameters stay whole in
-    memory (all ranks). Models built under one config share a store."""
+    """Return the builder for a config, which need not be resolved, and whether it is new; the builder is None if parameters
+    stay whole in memory (all ranks). Models built with the same config share a store."""
     if config is None:
         if world.world_size == 1:
             return None, True
@@ -70,9 +70,9 @@ def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bo
     if tier is None:
         return None, True
     key = store_key(config)
-    former = open_builder(key)
-    if former is not None:
-        return former, False
+    existing = find_open_builder(key)
+    if existing is not None:
+        return existing, False
     threshold = config.zero.stage3_param_persistence_threshold
     if config.stage < 3 or not isinstance(threshold, int):
         threshold = _THRESHOLD_NUMEL
@@ -81,50 +81,50 @@ def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bo
 
 
 def _tier(config: Config, world: World) -> TierName | None:
-    """Return the tier of parameters until they are trained: the tier of their later fp32 values, which then need no copy."""
-    state, own = _TIERS[config.offload_optimizer.device], _TIERS[config.offload_param.device]
-    if own == state == "device" and (config.stage < 3 or world.world_size == 1):
+    """Return the tier of parameters until training: that of their later fp32 values, which then need no copy."""
+    state_tier, parameter_tier = _TIERS[config.offload_optimizer.device], _TIERS[config.offload_param.device]
+    if parameter_tier == state_tier == "device" and (config.stage < 3 or world.world_size == 1):
         return None
     # Rows that the engine keeps as the parameter's are copied to the device.
-    fetched: TierName = "pinned" if own == "host" else own
+    own_rows_tier: TierName = "pinned" if parameter_tier == "host" else parameter_tier
     is_16bit = config.settings.bf16.enabled is not False or config.settings.fp16.enabled is not False
-    order = (state, own) if is_16bit else (fetched, state)
+    order = (state_tier, parameter_tier) if is_16bit else (own_rows_tier, state_tier)
     return next((tier for tier in order if tier != "device"), "host")
 
 
 class BuiltModel:
     """The part of a model built in shards that `initialize` takes over.
 
-    With `copies`, rows are copied to a new store if the config uses the same folders in another way, as that of a reference
-    model without the keys about training; else that is an error. Raises UsageError, on all ranks, for parameters that were
-    changed after they were released (all ranks).
+    With `may_copy`, rows are copied to a new store if the config uses the same folders with other settings, such as a
+    reference model's without the training keys; otherwise that is an error. Raises UsageError, on all ranks, for
+    parameters that were changed after their release (all ranks).
     """
 
-    def __init__(self, model: nn.Module, world: World, *, copies: bool = False) -> None:
+    def __init__(self, model: nn.Module, world: World, *, may_copy: bool = False) -> None:
         self.world = world
-        self._copies = copies
+        self._may_copy = may_copy
         self._model = model
         found = {p: built for p in model.parameters() if (built := find_built(p)) is not None}
-        self.found: dict[nn.Parameter, tuple[Builder, Built]] = found
-        """The parameters in shards, until they are taken over."""
+        self.found: dict[nn.Parameter, tuple[Builder, BuiltParameter]] = found
+        """Sharded parameters that have not been taken over yet."""
         self._builders = list(dict.fromkeys(builder for builder, _ in found.values()))
         self.taken_over: Builder | None = None
-        """The builder whose store the run uses."""
-        world.raise_together(self._changed())
+        """The builder whose store the run took over."""
+        world.raise_together(self._change_error())
 
-    def _changed(self) -> UsageError | None:
+    def _change_error(self) -> UsageError | None:
         if any(builder.is_closed for builder in self._builders):
             return model_deleted_error()
         for name, parameter in self._model.named_parameters():
             if parameter in self.found and not self.found[parameter][1].is_intact(parameter):
                 return UsageError(
-                    f"parameter {name!r} was built within zstore.Init and changed after the block, where it had no values: "
-                    "do it within the block. Leave casts and moves (.half(), .to(), .cuda()) to initialize()"
+                    f"parameter {name!r} was built within zstore.Init and changed after the block, when it had no values: "
+                    "change it within the block. Leave casts and moves (.half(), .to(), .cuda()) to initialize()"
                 )
         return None
 
-    def builder_of(self, key: StoreKey) -> Builder | None:
-        """Return the builder that has the model, and no other one, in a store with the settings `key`, if any (all ranks).
+    def reusable_builder(self, key: StoreKey) -> Builder | None:
+        """Return the builder that has this model alone in a store with the settings `key`, if any (all ranks).
 
         Raises UsageError for a store in the same run folder with other settings.
         """
@@ -132,17 +132,17 @@ class BuiltModel:
             if builder.is_handed_over or builder.key is None:
                 continue
             if builder.key == key:
-                # The end of the run closes its store. Ranks may differ in what their collectors have found.
-                return None if any(self.world.all_gather_object(builder.has_others(self.found))) else builder
+                # The end of the run closes its store. Garbage collectors of ranks may have freed different parameters.
+                return None if any(self.world.all_gather_object(builder.has_other_parameters(self.found))) else builder
             shared = {*builder.key[0].all_paths} & {*key[0].all_paths}
-            if shared and not self._copies:
+            if shared and not self._may_copy:
                 raise UsageError(
                     f"zstore.Init() and initialize() got configs that use {min(shared)} in different ways: {builder.key} "
                     f"and {key}. Give both the same config"
                 )
         return None
 
-    def end(self) -> None:
+    def unwatch(self) -> None:
         """Allow calls of the modules: every parameter has been taken over."""
         for builder in self._builders:
             builder.guard.unwatch(self._model)
@@ -158,15 +158,15 @@ def open_run_store(
     files: Files | None,
     cuda: Any,
 ) -> tuple[Plan, Store]:
-    """Return the placement of all arrays, and their store: the model's, if it was built in a store, or a new one (all
-    ranks). `files` and `cuda` as in `open_store`."""
+    """Return the placement of all arrays, and their store: the store that the model was built in, if any, or a new one (all
+    ranks). `files` and `cuda` are those of `open_store`."""
     world, key = built.world, store_key(config)
-    # The budget of a store that is taken over is fixed: "auto" could now yield a different one.
-    former = built.builder_of(key)
-    budget_bytes = budget_of_rank(config, world) if former is None else former.store.options.host_budget_bytes
+    # A store that is taken over keeps its budget: "auto" could now yield a different one.
+    builder = built.reusable_builder(key)
+    budget_bytes = budget_of_rank(config, world) if builder is None else builder.store.options.host_budget_bytes
     plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=device_is_host)
-    if former is not None:
-        built.taken_over, store = former, former.hand_over_store()
+    if builder is not None:
+        built.taken_over, store = builder, builder.hand_over_store()
     else:
         store = open_store(config, world, budget_bytes, pins=not device_is_host, files=files, cuda=cuda)
     try:
@@ -181,23 +181,23 @@ def open_run_store(
 
 
 def warn_of_fallbacks(store: Store, world: World) -> None:
-    """Log the requests that the system refused, once, with their ranks (all ranks)."""
+    """Log the requests that the operating system refused, once each, with their ranks (all ranks)."""
     ranks: dict[str, list[int]] = {}
     for rank, messages in enumerate(world.all_gather_object(store.fallbacks)):
         for message in messages:
             ranks.setdefault(message, []).append(rank)
-    for message, which in ranks.items():
-        where = "every rank" if len(which) == world.world_size else f"rank {', '.join(map(str, which))}"
-        warn_once("%s: %s", where, message)
+    for message, affected in ranks.items():
+        who = "every rank" if len(affected) == world.world_size else f"rank {', '.join(map(str, affected))}"
+        warn_once("%s: %s", who, message)
 
 
 NamedParameter = tuple[str, tuple[str, ...], nn.Parameter, int | None]
 """Name, aliases, the parameter, and its group; None: not trained."""
-Keep = Callable[[ParameterRecord, torch.Tensor | RowsInStore, Places], None]
+StoreRows = Callable[[ParameterRecord, torch.Tensor | RowsInStore, Places], None]
 
 
 class Layout:
-    """Gives each parameter its type, its memory and its state."""
+    """Creates the record of each parameter, with its type, memory and state."""
 
     def __init__(self, config: Config, sharding: Sharding, built: BuiltModel, plan: Plan) -> None:
         self._plan = plan
@@ -206,17 +206,17 @@ class Layout:
         self._built = built
         self._world = built.world
 
-    def lay_out_all(self, parameters: Sequence[NamedParameter], keep: Keep) -> list[ParameterRecord]:
-        """Return the records of all parameters, in order (all ranks). `keep` stores the rows of one."""
+    def lay_out_all(self, parameters: Sequence[NamedParameter], store_rows: StoreRows) -> list[ParameterRecord]:
+        """Return the records of all parameters, in order (all ranks). `store_rows` stores a parameter's rows."""
         records: list[ParameterRecord] = []
         error: BaseException | None = None
         freed_bytes = 0
         for name, aliases, parameter, group in parameters:
             try:
-                # After an error too: it is a collective of all ranks.
+                # Even after an error, since it is a collective.
                 rows = self._place(name, parameter)
                 if error is None:
-                    records.append(self._lay_out((name, aliases, parameter, group), rows, keep))
+                    records.append(self._lay_out((name, aliases, parameter, group), rows, store_rows))
             except Exception as raised:
                 error = error or raised
             freed_bytes += parameter.nbytes
@@ -231,35 +231,34 @@ class Layout:
         return self._sharding.parameters and name not in self._plan.stay_gathered
 
     def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
-        """Move a parameter to its device, with rank 0's values, or return this rank's rows of one that stays sharded (all
-        ranks)."""
-        is_same = False  # on every rank
+        """Move a parameter to its device, with rank 0's values, or return this rank's rows if it stays sharded (all ranks)."""
+        is_identical = False  # whether all ranks have the same values
         if (found := self._built.found.get(parameter)) is not None:
             builder, built = found
-            is_same = builder.world.world_size == self._world.world_size
-            if is_same and self._is_released(name):
+            is_identical = builder.world.world_size == self._world.world_size
+            if is_identical and self._is_released(name):
                 in_memory = self._plan.placements[name].parameter == "device"
                 if in_memory or builder is not self._built.taken_over or built.rows is None:
                     return builder.own_rows(built)
                 return RowsInStore(built.rows.spec.name)
-            parameter.data = builder.whole(built)
+            parameter.data = builder.full_values(built)
         parameter.data = plain_memory(parameter.data.to(self._world.device))
         parameter.grad = None
-        if not is_same:
+        if not is_identical:
             self._world.broadcast(parameter.data)
         return None
 
     def _lay_out(
-        self, parameter: NamedParameter, rows: torch.Tensor | RowsInStore | None, keep: Keep
+        self, parameter: NamedParameter, rows: torch.Tensor | RowsInStore | None, store_rows: StoreRows
     ) -> ParameterRecord:
-        """Return the record of a parameter; store its arrays, and gather or release its values as between steps.
+        """Return the record of a parameter; store its arrays, and gather or release its values as they are between steps.
 
-        `rows`: this rank's rows of a parameter that has no values in memory; a 1-D tensor if it is not offloaded.
+        `rows` are this rank's rows of a parameter without values in memory, a 1-D tensor unless it is offloaded.
         """
         name, aliases, tensor, group = parameter
-        given = tensor.data
+        original = tensor.data
         if rows is None:
-            tensor.data = own_memory(given, self._dtype)
+            tensor.data = own_memory(original, self._dtype)
         else:  # memory that is never written, of the trained type
             tensor.grad, dtype = None, self._dtype if tensor.is_floating_point() else tensor.dtype
             tensor.data = torch.empty(tensor.shape, dtype=dtype, device=self._world.device)
@@ -283,10 +282,10 @@ class Layout:
             record.release()
         if rows is None:
             first, stop = record.owned_range
-            # If the type is the same, the parameter may still use the given memory, which may have been released.
-            rows = record.owned() if given.dtype == record.dtype else given.reshape(-1)[first:stop]
-        keep(record, rows, placement)
+            # If the type is unchanged, the parameter may still use the original memory, which may have been released.
+            rows = record.owned() if original.dtype == record.dtype else original.reshape(-1)[first:stop]
+        store_rows(record, rows, placement)
         if (found := self._built.found.pop(tensor, None)) is not None:
             builder, built = found
-            builder.give(built, keep_rows=isinstance(rows, RowsInStore) and rows.is_adopted)
+            builder.forget(built, keep_rows=isinstance(rows, RowsInStore) and rows.is_adopted)
         return record

@@ -1,16 +1,16 @@
-"""Loads a checkpoint: compares it, links or reads its arrays, and restores the engine.
+"""Loads a checkpoint: compares it with the model, links or reads its arrays, and restores the engine.
 
 [Note: loading]
-The checkpoint is compared with the model first, on every rank before any changes anything. Then each rank streams the elements
-that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of resident
-parameters. If that fails partway the state is inconsistent (`Update.torn`): the error says so, and training and saving are
-refused until a load replaces it.
+The checkpoint is first compared with the model, on every rank before any rank changes anything. Then each rank streams the
+elements that it owns from the files into its arrays and casts masters into its parameters, and all ranks exchange the rows of
+resident parameters. If that fails partway the state is inconsistent (`Update.torn`): the error says so, and training and
+saving are refused until a load replaces it.
 
 [Note: loading by links]
-An array on disk that the checkpoint stores in the same layout on the same file system is not read: its file is linked
-into the run folder, and the next change writes a new file. Its chunks are verified when training first reads them: a
-damaged one raises CorruptionError then, and another checkpoint must be loaded. Masters that parameters are cast from
-are read, and verified, by the load itself.
+An array on disk that the checkpoint stores in the same layout on the same file system is not read: its file is linked into
+the run folder, and the next change writes a new file. Its chunks are verified when training first reads them: a damaged chunk
+raises CorruptionError then, and another checkpoint must be loaded. Masters that parameters are cast from are read, and
+verified, during the load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zstore.io.memory import as_numpy, as_torch, dtype_name
 from zstore.open.sources import open_source
 from zstore.store import LocalShard
 
-from ..build.model import stored_buffers, stored_whole
+from ..build.model import stored_buffers, unsharded_tensors
 from ..optim.rules import STATE_KEY, Stepper
 from ..optim.state import OptimizerState
 from ..runtime.device import one_thread
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zstore")
 
 _MAX_LISTED = 10
-"""Differences of each kind that an error names."""
+"""Maximum number of differences of each kind in an error."""
 _MISSING, _UNEXPECTED = "missing: ", "not in the model or its optimizer: "
 _PIECE_NUMEL = 1 << 18
 """Elements of two arrays that are compared at once."""
 _MIN_AHEAD_BYTES = 6 * 1024 * 1024
-"""Memory for reading ahead even if the host budget is exhausted: a chunk for each of its buffers."""
+"""Memory for read-ahead even if the host budget is exhausted: one chunk for each of its buffers."""
 
 
 class Restore:
@@ -69,37 +69,37 @@ class Restore:
         self._training = training
         self._linked_bytes = 0
         self.report: LoadReport | None = None
-        """The result; None until then, and if there was no checkpoint."""
+        """The result; None before the load, and if there was no checkpoint."""
         self.tag = ""
         """Tag of the loaded checkpoint."""
         self.resumes = False
         """Whether this run continues the checkpoint's run."""
         self.known: dict[str, KnownFile] = {}
-        """Files of the checkpoint with the present values of frozen parameters."""
+        """Files of the checkpoint with the current values of frozen parameters."""
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
-        """Load by `options`; return the checkpoint's path and the client's state (all ranks)."""
+        """Load as `options` say; return the checkpoint's path and the client's state (all ranks)."""
         training = self._training
         reader: ArraySource | None = None
         plan: LoadPlan | None = None
         with ExitStack() as opened:
             with training.world.agreeing():  # nothing is changed yet, on any rank
                 try:
-                    resources, given = training.state.store.resources, training.config.zstore.storage_options or {}
-                    reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=given))
+                    resources, remote = training.state.store.resources, training.config.zstore.storage_options or {}
+                    reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=remote))
                     plan = self._plan(reader, options)
-                    check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
+                    check_record(training, _engine_state(reader, options), plan, reader.record.training_world_size)
                 except CheckpointNotFoundError:
                     if tag is not None:
                         raise
-            self._check_all_found(reader)
+            self._check_same_checkpoint(reader)
             if reader is None or plan is None:
                 warn_once("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
             state = self._replace(reader, plan)
         if training.world.rank == 0:
-            at = "" if training.config.frozen else f"; at step {training.counters.global_steps}"
-            _log.info("loaded %s%s", reader.location, at)
+            position = "" if training.config.frozen else f"; at step {training.counters.global_steps}"
+            _log.info("loaded %s%s", reader.location, position)
         return reader.location, state
 
     def _plan(self, reader: ArraySource, options: LoadOptions) -> LoadPlan:
@@ -108,8 +108,8 @@ class Restore:
         plan = plan_load(training.model, training.state, reader, options)
         if training.update.is_in_backward and not plan.is_whole:
             raise UsageError(
-                'a load of a part of a checkpoint between backward() and step(): with "step_overlap": "backward" '
-                "the state is being changed then; call step() first, or load a whole one, without options"
+                'a partial load of a checkpoint between backward() and step(): with "step_overlap": "backward" the state '
+                "is being changed then; call step() first, or load a whole checkpoint, without options"
             )
         if training.update.torn and not plan.is_whole:
             raise UsageError(
@@ -121,31 +121,31 @@ class Restore:
             check_saved_state(stepper, reader)
         return plan
 
-    def _check_all_found(self, reader: ArraySource | None) -> None:
+    def _check_same_checkpoint(self, reader: ArraySource | None) -> None:
         ids = self._training.world.all_gather_object(None if reader is None else reader.record.id)
         missing = [rank for rank, found in enumerate(ids) if found is None]
         if len(set(ids)) > 1:
             raise CheckpointNotFoundError(
-                f"ranks {missing} do not see the checkpoint: name a folder that all share"
+                f"ranks {missing} do not see the checkpoint: pass a folder that all ranks share"
                 if missing
                 else "ranks found different checkpoints: a tag moved, or one was saved, during the load; load again"
             )
 
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
-        """Replace the state by the checkpoint's, or raise on every rank; return the client's state."""
+        """Replace the state with the checkpoint's, or raise on every rank; return the client's state."""
         training = self._training
         training.update.forget()
         unsaved = {model_array(name) for name in reader.record.absent_parameters}.intersection(plan.missing)
         missing = [name for name in plan.missing if name not in unsaved]
-        left_out = [*_short(_MISSING, missing), *_short(_UNEXPECTED, plan.unexpected)]
+        omitted = [*_lines(_MISSING, missing), *_lines(_UNEXPECTED, plan.unexpected)]
         if unsaved:
-            left_out.append(f"{len(unsaved)} frozen parameters, omitted by the save, keep the model's values")
-        if left_out and training.world.rank == 0:
-            _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in left_out))
+            omitted.append(f"{len(unsaved)} frozen parameters, omitted by the save, keep the model's values")
+        if omitted and training.world.rank == 0:
+            _log.warning("%s is loaded partially:%s", reader.location, "".join(f"\n  {line}" for line in omitted))
         if reader.notes and training.world.rank == 0:
             _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
-        if training.world.rank == 0 and (kept := converted_moments(training.state, reader, plan)):
-            _log.info("moments are converted: %s", kept)
+        if training.world.rank == 0 and (conversions := converted_moments(training.state, reader, plan)):
+            _log.info("moments are converted: %s", conversions)
         state: dict[str, Any] = {}
         note = "The engine's state is inconsistent now: load another checkpoint before continuing."
         with training.update.changing():
@@ -153,8 +153,8 @@ class Restore:
                 training.hooks.units.invalidate()
             with training.world.agreeing(note):
                 state = self._restore(reader, plan)
-                if (done := reader.reading()) is not None and done.requests:  # of a URL
-                    _log.info("rank %d: read %s: %s", training.world.rank, reader.location, done.text())
+                if (reads := reader.reading()) is not None and reads.requests:  # of a URL
+                    _log.info("rank %d: read %s: %s", training.world.rank, reader.location, reads.text())
             training.gather_resident(training.state.records)
         self.report = LoadReport(
             path=reader.location,
@@ -168,17 +168,17 @@ class Restore:
     def _restore(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
         """Load this rank's elements; return the client's state."""
         training = self._training
-        done = self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
-        for name, tensor in list(stored_whole(training.model, (record.parameter for record in training.state.records))):
+        cast_masters = self._load_arrays(reader, [array for array in plan.arrays if not self._link(reader, array)])
+        for name, tensor in list(unsharded_tensors(training.model, (r.parameter for r in training.state.records))):
             if name in plan.resized:
                 values = {name.partition("/")[2]: as_torch(reader.read_array(plan.whole[name])).to(tensor.device)}
                 training.model.load_state_dict(values, strict=False)
             elif name in plan.whole:
                 tensor.copy_(as_torch(reader.read_array(plan.whole[name])))
-        training.state.refresh_parameters(skip=done)
+        training.state.refresh_parameters(skip=cast_masters)
         self._note_frozen_files(reader, plan)
         training.restart_accumulation()
-        record = _engine_of(reader, plan.options)
+        record = _engine_state(reader, plan.options)
         apply_record(training, record, plan, reader.record.training_world_size)
         self.tag = reader.record.tag
         self.resumes = plan.options.everything and bool(reader.record.run)
@@ -189,35 +189,35 @@ class Restore:
         state: dict[str, Any] = join_tensors(reader.record.state.get("client_state", {}), reader.read_array)
         return state
 
-    def _link(self, reader: ArraySource, one: Range) -> bool:
-        """Link the file of an array into the run folder if it has the run's layout. See [Note: loading by links]."""
-        name, store = one[0], self._training.state.store
+    def _link(self, reader: ArraySource, array: Range) -> bool:
+        """Link an array's file into the run folder if it has the run's layout. See [Note: loading by links]."""
+        name, store = array[0], self._training.state.store
         local = store.local(name)
         if not local.valid_numel or store.tier(name).name != "disk":
             return False
-        found = _file_of(reader, name, local)
-        if found is None or not store.adopt(name, *found):
+        file = _shard_file(reader, name, local)
+        if file is None or not store.adopt(name, *file):
             return False
         self._linked_bytes += layout_of(local.grid, local.shard, local.spec.dtype).file_bytes
         return True
 
     def _load_arrays(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
-        """Load arrays; return the masters among them that have already been cast to their parameters."""
+        """Load arrays; return the masters among them that were also cast into their parameters."""
         direct: list[Range] = []
         others: list[Range] = []
         store = self._training.state.store
-        for one in arrays:
-            name, tier = one[0], store.tier(one[0]).name
+        for array in arrays:
+            name, tier = array[0], store.tier(array[0]).name
             on_host = tier == "host" or (tier == "device" and store.options.device == "cpu")
             is_direct = on_host and reader.array(name).spec.dtype == store.spec(name).dtype
-            (direct if is_direct else others).append(one)
-        done = self._load_into_memory(reader, direct) if direct else set()
+            (direct if is_direct else others).append(array)
+        cast_masters = self._load_into_memory(reader, direct) if direct else set()
         if others:
-            self._load_ahead(reader, others)
-        return done
+            self._load_by_tiles(reader, others)
+        return cast_masters
 
     def _load_into_memory(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
-        """Read into the arrays' own memory by several threads, and cast parameters from each piece; return their masters."""
+        """Read into the arrays' own memory in several threads, and cast each piece into its parameter; return the masters."""
         names, state = [name for name, _, _ in arrays], self._training.state
         parameters = state.rows_in_memory()
         with state.store.changing(names):
@@ -229,11 +229,11 @@ class Restore:
                     with one_thread():
                         rows[first:stop].copy_(masters[number][first:stop])
 
-            read_into(reader, [(one, as_numpy(m)) for one, m in zip(arrays, masters, strict=True)], cast)
+            read_into(reader, [(array, as_numpy(m)) for array, m in zip(arrays, masters, strict=True)], cast)
         return parameters.keys() & names
 
-    def _load_ahead(self, reader: ArraySource, arrays: list[Range]) -> None:
-        """Read ahead, convert and copy."""
+    def _load_by_tiles(self, reader: ArraySource, arrays: list[Range]) -> None:
+        """Load arrays tile by tile: read ahead, convert and copy."""
         state = self._training.state
         free_bytes = state.store.budget.free_bytes
         memory_bytes = MEMORY_BYTES if free_bytes is None else max(_MIN_AHEAD_BYTES, min(MEMORY_BYTES, free_bytes))
@@ -248,7 +248,7 @@ class Restore:
                 _read_into(ahead, dtype, name, first + tile.first, as_torch(tile.views[0]))
 
     def _note_frozen_files(self, reader: ArraySource, plan: LoadPlan) -> None:
-        """Record the files of frozen parameters for the next save to link."""
+        """Record the files of frozen parameters, which the next save may link."""
         state, world = self._training.state, self._training.world
         frozen = {model_array(record.name): record for record in state.records if record.group is None}
         for name, _, _ in plan.arrays:
@@ -256,9 +256,9 @@ class Restore:
                 continue
             grid = state.grid_in_files(frozen[name], name)
             shard = LocalShard(state.store.spec(name), grid, world.rank)
-            found = _file_of(reader, name, shard) if shard.valid_numel else None
+            file = _shard_file(reader, name, shard) if shard.valid_numel else None
             version = state.store.tier(name).version(name)
-            known = None if found is None else KnownFile.of(found[0], version=version, crcs=tuple(found[1]))
+            known = None if file is None else KnownFile.of(file[0], version=version, crcs=tuple(file[1]))
             self.known |= {} if known is None else {name: known}
 
     def _load_rng(self, reader: ArraySource) -> None:
@@ -271,9 +271,9 @@ class Restore:
                 load_rng_state(dict(state))
                 return
         derive_rng_state(self._training.config.settings.seed, step, world.rank)
-        if world.rank == 0 and not reader.notes:  # which mention it
+        if world.rank == 0 and not reader.notes:  # the notes mention it
             _log.warning(
-                "the checkpoint is of world size %d, this run of %d: random number generators are seeded anew, from seed %d, "
+                "the checkpoint is of world size %d, this run of %d: random number generators are reseeded from seed %d, "
                 "step %d and rank",
                 record.training_world_size,
                 world.world_size,
@@ -282,21 +282,21 @@ class Restore:
             )
 
 
-def _engine_of(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
+def _engine_state(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
     engine = reader.record.state.get("engine")
     if isinstance(engine, dict):
         return engine
     if options.load_module_only:
-        return {"groups": []}  # weights need no more
+        return {"groups": []}  # enough to load weights
     raise CheckpointMismatchError(
         f"checkpoint {reader.location} was not saved by an engine, so it has no counters to resume from: pass "
         "load_module_only=True for its weights"
     )
 
 
-def _file_of(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, Sequence[int]] | None:
-    """Return the checkpoint's file of a shard and its chunks' checksums; None if it has the array in another layout or
-    type, or has no such file."""
+def _shard_file(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, Sequence[int]] | None:
+    """Return the checkpoint's file of a shard and its chunks' checksums; None if the checkpoint has the array in another
+    layout or type, or has no such file."""
     stored = reader.array(name)
     if (stored.grid, stored.spec.dtype) != (shard.grid, shard.spec.dtype):
         return None
@@ -305,7 +305,7 @@ def _file_of(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, S
 
 
 def _read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: torch.Tensor) -> None:
-    """Read global flat elements from `first` on, of type `stored`, into `target`, 1-D, on any device and of any type."""
+    """Read global flat elements from `first` on, of type `stored`, into `target`, 1-D, on any device and in any type."""
     stop = first + target.numel()
     if target.device.type == "cpu" and dtype_name(target.dtype) == stored:
         ahead.read(name, first, stop, as_numpy(target))
@@ -321,19 +321,19 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     Raises CheckpointMismatchError, with all differences, if the checkpoint is of another model or optimizer.
     """
     names = {r: state.array_names[r][: None if options.optimizer else 1] for r in state.records}
-    whole = {name: tuple(tensor.shape) for name, tensor in stored_whole(model, (r.parameter for r in state.records))}
+    whole = {name: tuple(t.shape) for name, t in unsharded_tensors(model, (r.parameter for r in state.records))}
     stored_as = _stored_names(model, reader)
     shapes = {name: reader.arrays[stored].spec.shape for name, stored in stored_as.items()}
     resized = {
         name: shapes[name]
         for name, shape in whole.items()
-        if name in shapes and shapes[name] != shape and _takes_shapes(model, name)
+        if name in shapes and shapes[name] != shape and _accepts_other_shapes(model, name)
     }
-    wanted = whole | resized
+    expected = whole | resized
     for arrays in names.values():
-        wanted |= {name: tuple(state.store.spec(name).shape) for name in arrays}
-    missing, unexpected = _differences(state, reader, options, wanted, shapes)
-    found = {name for name in wanted if name in shapes}
+        expected |= {name: tuple(state.store.spec(name).shape) for name in arrays}
+    missing, unexpected = _differences(state, reader, options, expected, shapes)
+    found = {name for name in expected if name in shapes}
     return LoadPlan(
         options=options,
         arrays=[
@@ -351,8 +351,8 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
 
 
 def _stored_names(model: nn.Module, reader: ArraySource) -> dict[str, str]:
-    """Return the checkpoint's name of each of its arrays, by the engine's: state dicts of other software do not say which of
-    their tensors are buffers."""
+    """Return the name of each array in the checkpoint by its name in the engine: state dicts of other software do not say
+    which of their tensors are buffers."""
     buffers = {model_array(name): buffer_array(name) for name, _ in stored_buffers(model)}
     names: dict[str, str] = {}
     for stored in reader.arrays:
@@ -361,39 +361,39 @@ def _stored_names(model: nn.Module, reader: ArraySource) -> dict[str, str]:
     return names
 
 
-def _takes_shapes(model: nn.Module, array: str) -> bool:
-    """Return whether the model loads the buffer of an array by its own code, which may change its shape."""
+def _accepts_other_shapes(model: nn.Module, array: str) -> bool:
+    """Return whether the model's own code loads the buffer of an array and may change its shape."""
     name = array.partition("/")[2]
     if array != buffer_array(name):
         return False
     owner = model.get_submodule(name.rpartition(".")[0])
-    plain = nn.Module
+    base = nn.Module
     return (type(model).load_state_dict, type(owner)._load_from_state_dict) != (
-        plain.load_state_dict,
-        plain._load_from_state_dict,
+        base.load_state_dict,
+        base._load_from_state_dict,
     )
 
 
-def check_saved_state(step: Stepper, reader: ArraySource) -> None:
+def check_saved_state(stepper: Stepper, reader: ArraySource) -> None:
     """Raise CheckpointMismatchError if the checkpoint lacks the state of an optimizer that steps whole tensors."""
     state = reader.record.state.get("client_state")
-    kept = state.get(STATE_KEY) if isinstance(state, dict) else None
-    if not isinstance(kept, dict):
+    saved = state.get(STATE_KEY) if isinstance(state, dict) else None
+    if not isinstance(saved, dict):
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} has no state of an optimizer that steps whole tensors, as {step.name} does: use the "
-            "optimizer that it was trained with, or pass load_optimizer_states=False"
+            f"checkpoint {reader.location} has no state of an optimizer that steps whole tensors, as {stepper.name} does: use "
+            "the optimizer that it was trained with, or pass load_optimizer_states=False"
         )
-    unexpected = sorted(kept.keys() - {record.name for record in step.records})
+    unexpected = sorted(saved.keys() - {record.name for record in stepper.records})
     if unexpected:
         listed = ", ".join(map(repr, unexpected[:_MAX_LISTED]))
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} has state of {step.name} for {listed}, which it does not update now: give the "
+            f"checkpoint {reader.location} has state of {stepper.name} for {listed}, which it does not update now: give the "
             "optimizer the same parameters, under the same names"
         )
 
 
 def converted_moments(state: OptimizerState, reader: ArraySource, plan: LoadPlan) -> str:
-    """Return the types of moments in the checkpoint and in the store where they differ; else nothing."""
+    """Describe the types of moments in the checkpoint and in the store if they differ; otherwise return an empty string."""
     pairs = {
         (reader.array(name).spec.dtype, state.store.spec(name).dtype)
         for name, _, _ in plan.arrays
@@ -406,63 +406,63 @@ def _differences(
     state: OptimizerState,
     reader: ArraySource,
     options: LoadOptions,
-    wanted: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[list[str], list[str]]:
     """Return the missing and the unexpected arrays; `shapes` are the checkpoint's. Raises CheckpointMismatchError if `options`
-    do not accept them."""
+    do not allow them."""
     frozen = {record.name for record in state.records if record.group is None}
 
-    def counts(name: str) -> bool:
+    def is_compared(name: str) -> bool:
         if name.startswith(("client/", "gradient")):
             return False
-        # Slots of a parameter that is frozen now are ignored.
+        # Slots of parameters that are frozen now are ignored.
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
 
-    stored = {name: shape for name, shape in shapes.items() if counts(name)}
+    stored = {name: shape for name, shape in shapes.items() if is_compared(name)}
     # torch's state dicts repeat a tied parameter under each of its names. A checkpoint in which the values differ, in this
     # rank's rows, is of another model.
     for record in state.records:
         for alias in map(model_array, record.aliases):
             if _same_values(reader, model_array(record.name), alias, record.owned_range):
                 del stored[alias]
-    missing = [name for name in wanted if name not in stored]
-    # Parameters omitted by the save on request keep the model's values, and the report names them.
+    missing = [name for name in expected if name not in stored]
+    # Parameters that the save was asked to omit keep the model's values and are named in the report.
     unsaved = {model_array(name) for name in reader.record.absent_parameters}
-    unexpected = [name for name in stored if name not in wanted]
-    unequal = [
+    unexpected = [name for name in stored if name not in expected]
+    reshaped = [
         f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in stored and stored[name] != shape
     ]
     absent = [name for name in missing if name not in unsaved]
-    refused = [*_short(_MISSING, absent), *_short(_UNEXPECTED, unexpected)] if options.load_module_strict else []
-    refused += _short("", unequal)
-    if refused:
+    faults = [*_lines(_MISSING, absent), *_lines(_UNEXPECTED, unexpected)] if options.load_module_strict else []
+    faults += _lines("", reshaped)
+    if faults:
         raise CheckpointMismatchError(
             f"checkpoint {reader.location} is of another model or optimizer:"
-            + "".join(f"\n  {line}" for line in refused)
+            + "".join(f"\n  {line}" for line in faults)
         )
     return missing, unexpected
 
 
-def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int]) -> bool:
-    """Return whether both arrays exist, with one type and shape and the same bytes in the elements `rows`."""
-    if one not in reader.arrays or other not in reader.arrays:
+def _same_values(reader: ArraySource, array: str, alias: str, rows: tuple[int, int]) -> bool:
+    """Return whether both arrays exist, with the same type and shape, and the same bytes in the elements `rows`."""
+    if array not in reader.arrays or alias not in reader.arrays:
         return False
-    spec, twin = reader.arrays[one].spec, reader.arrays[other].spec
-    if (spec.shape, spec.dtype) != (twin.shape, twin.dtype):
+    spec, alias_spec = reader.arrays[array].spec, reader.arrays[alias].spec
+    if (spec.shape, spec.dtype) != (alias_spec.shape, alias_spec.dtype):
         return False
     first, stop = rows
     for start in range(first, stop, _PIECE_NUMEL):
         end = min(start + _PIECE_NUMEL, stop)
         pieces = np.empty((2, (end - start) * spec.itemsize), np.uint8)
-        reader.read(one, start, end, pieces[0])
-        reader.read(other, start, end, pieces[1])
+        reader.read(array, start, end, pieces[0])
+        reader.read(alias, start, end, pieces[1])
         if not np.array_equal(pieces[0], pieces[1]):
             return False
     return True
 
 
-def _short(prefix: str, names: list[str]) -> list[str]:
+def _lines(prefix: str, names: list[str]) -> list[str]:
     return shortened([prefix + name for name in names], _MAX_LISTED) if names else []

@@ -1,5 +1,5 @@
-"""The plan of a load; and the JSON state in a checkpoint: the engine's part of the record (counters, scalars, schedule,
-settings), the client's state, whose tensors are arrays under `client/`, and each rank's random number generators.
+"""The plan of a load, and a checkpoint's JSON state: the engine's part of the record (counters, scalars, schedule, settings),
+the client's state, whose tensors are arrays under `client/`, and each rank's random number generators.
 
 [Note: client values]
 A tensor is stored as `{"$tensor": "client/<path>"}`, and loaded as a tensor on the CPU. A numpy array is loaded as a tensor, a
@@ -39,14 +39,14 @@ class LoadOptions:
     """DeepSpeed's options of `load_checkpoint`. State that is not loaded stays unchanged."""
 
     load_module_strict: bool = True
-    """Refuse a checkpoint with other parameters or buffers; else load the common ones, and warn about the others.
+    """Refuse a checkpoint with other parameters or buffers; if false, load the common ones and warn about the others.
     Shapes must agree in any case."""
     load_optimizer_states: bool = True
-    """Load the optimizer's slots and step counts, and of an fp16 run the loss scale."""
+    """Load the optimizer's slots and step counts, and the loss scale of an fp16 run."""
     load_lr_scheduler_states: bool = True
     """Load the schedule and the learning rates."""
     load_module_only: bool = False
-    """Load only parameters and buffers: no optimizer state, schedule, counters, position in the data or generators."""
+    """Load only parameters and buffers: no optimizer state, schedule, counters, data position or generator states."""
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> LoadOptions:
@@ -77,15 +77,15 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan:
-    """The parts of a checkpoint to load, after the comparison with the model."""
+    """The parts of a checkpoint to load, determined by comparison with the model."""
 
     options: LoadOptions
     arrays: list[Range]
     """This rank's elements of the arrays, in reading order."""
     whole: Mapping[str, str]
-    """Unsharded arrays, each with its name in the checkpoint: buffers, and parameters that were added after `initialize`."""
+    """Unsharded arrays and their names in the checkpoint: buffers, and parameters that were added after `initialize`."""
     resized: set[str]
-    """Buffers among them of another shape, which the model's own `load_state_dict` accepts."""
+    """Buffers among them whose other shape the model's own `load_state_dict` accepts."""
     updated: list[ParameterRecord]
     """Parameters whose optimizer state is loaded."""
     missing: list[str]
@@ -108,7 +108,7 @@ class LoadReport:
     missing: tuple[str, ...]
     """Arrays that the checkpoint lacks, which are unchanged."""
     unexpected: tuple[str, ...]
-    """Arrays that the engine lacks, except arrays that the options exclude."""
+    """Arrays that the engine lacks, except those that the options exclude."""
     read_bytes: int
     """Bytes read from the checkpoint's shard files."""
     linked_bytes: int
@@ -123,8 +123,8 @@ _MARK = "$tensor"
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Raise CorruptionError if the block, or function, fails on JSON that no engine saves; `what` names it."""
+def raising_corruption(what: str) -> Iterator[None]:
+    """Raise CorruptionError, naming `what`, if the block or function fails on JSON that no engine saves."""
     try:
         yield
     except ZstoreError:
@@ -139,7 +139,7 @@ def reading(what: str) -> Iterator[None]:
 def split_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return (state with marks in place of tensors, the tensors by array name, copied to host memory).
 
-    See [Note: client values]. Raises UsageError that names the key of a tensor that cannot be stored; the save checks other
+    See [Note: client values]. Raises UsageError with the key of a tensor that cannot be stored; the save checks other
     values.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -147,8 +147,8 @@ def split_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, t
     return marked, tensors
 
 
-def present_state(state: ClientState) -> ClientValues:
-    """Return the present client state."""
+def current_state(state: ClientState) -> ClientValues:
+    """Return the current client state."""
     return state() if callable(state) else state
 
 
@@ -163,7 +163,7 @@ def as_mapping(state: ClientValues) -> Mapping[str, Any]:
 
 
 def check_client_state(state: ClientValues) -> None:
-    """Raise UsageError naming the key for a value that a save cannot store."""
+    """Raise UsageError, with the key, for a value that a save cannot store."""
     encode_state(split_tensors(as_mapping(state))[0], "client_state")
 
 
@@ -198,7 +198,7 @@ def _tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
         raise UsageError(f"client_state: the array at {path!r} cannot be stored: {error}") from error
 
 
-@reading("client state")
+@raising_corruption("client state")
 def join_tensors(state: Any, read: Callable[[str], Any]) -> Any:
     """Return the client's state with tensors in place of marks; `read` returns an array by name."""
     if isinstance(state, dict):
@@ -223,52 +223,52 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 _ITEMS = "$items"
 _MAX_RANKS = 2**16
-"""Largest world size that a message considers."""
+"""Largest world size that an error lists."""
 
 
 def engine_record(training: Training) -> dict[str, Any]:
-    """Return the engine's part of a checkpoint's record, without a step that has begun."""
+    """Return the engine's part of a checkpoint's record, without the step in progress."""
     counters = training.counters
     return {
-        "counters": asdict(replace(counters, micro_steps=counters.micro_steps - training.accumulation.stepped)),
+        "counters": asdict(replace(counters, micro_steps=counters.micro_steps - training.accumulation.micro_steps)),
         "batch": asdict(training.accumulation.batch),
         "seed": training.config.settings.seed,
         "precision": training.config.precision,
-        "offload_ratio": _ratio(training),
+        "offload_ratio": _offload_ratio(training),
         "host_kernel": "torch" if training.state.host is None else training.state.host.name,
         "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
-        "groups": [_settings(group) for group in training.optimizer.param_groups],
+        "groups": [_group_settings(group) for group in training.optimizer.param_groups],
         "loss_scale": training.scaler.state() | {"rules": training.scaler.rules()},
-        "schedule": None if training.schedule is None else plain(training.schedule.state()),
+        "schedule": None if training.schedule is None else to_json(training.schedule.state()),
         "data_position": None if training.loader is None else training.loader.position,
     }
 
 
-def _ratio(training: Training) -> float | None:
-    """Return the share of optimizer state that the CPU updates, which rounds differently from the device; None without a device
-    or an optimizer."""
+def _offload_ratio(training: Training) -> float | None:
+    """Return the share of optimizer state that the CPU updates, with other rounding than the device; None without a device or
+    an optimizer."""
     settings = training.plan.settings
     return None if settings.device_is_host or settings.optimizer == "none" else settings.ratio
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the group's settings without its parameters; lr may be a tensor."""
     return {
-        name: float(value) if hasattr(value, "item") else plain(value)
+        name: float(value) if hasattr(value, "item") else to_json(value)
         for name, value in group.items()
         if name not in ("params", "param_names")
     }
 
 
-@reading("state of the engine")
+@raising_corruption("state of the engine")
 def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
-    """Restore counters, scalars, schedule and settings by the plan, after `check_record`."""
+    """Restore counters, scalars, schedule and settings as planned, after `check_record`."""
     options = plan.options
     if not options.load_module_only:
-        training.accumulation.batch = batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
+        saved = record["batch"]
+        training.accumulation.batch = batch = resumed_batch(training, saved, saved_world_size=saved_world_size)
         training.counters = type(training.counters)(**record["counters"])
         training.accumulation.earlier_samples = 0
-        saved = record["batch"]
         if not isinstance(saved, Mapping) or saved.get("accumulation_steps") != batch.accumulation_steps:
             training.counters.micro_steps = training.counters.global_steps * batch.accumulation_steps
         if training.loader is not None and record["data_position"] is not None:
@@ -277,68 +277,68 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         scalars = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
         training.state.scalars[parameter] = scalars
     if options.schedule:
-        _apply_groups(training, record["groups"], whole=options.optimizer)
-    saved_ratio, ratio = record.get("offload_ratio"), _ratio(training)
+        _apply_groups(training, record["groups"], all_settings=options.optimizer)
+    saved_ratio, ratio = record.get("offload_ratio"), _offload_ratio(training)
     if ratio != saved_ratio and None not in (ratio, saved_ratio):
         warn_once(
             'resumed with offload_optimizer "ratio": %s from a checkpoint of %s: more or less of the state is updated on the '
-            "device, which rounds otherwise than the CPU, so that bits differ from those of the run that saved it",
+            "device, which rounds differently from the CPU, so the bits will differ from those of the run that saved it",
             ratio,
             saved_ratio,
         )
-    # In another precision it is 1, not a scale found by trials.
+    # In other precisions the scale is 1, and was not found by trials.
     if options.optimizer and record["precision"] == "fp16":
         training.scaler.load(record["loss_scale"])
     if options.schedule and training.schedule is not None and record["schedule"] is not None:
-        training.schedule.load(restored(record["schedule"]))
+        training.schedule.load(from_json(record["schedule"]))
 
 
-def _apply_groups(training: Training, saved: Sequence[Mapping[str, Any]], *, whole: bool) -> None:
-    """Restore the groups' settings, or without optimizer state only the ones that a schedule sets."""
+def _apply_groups(training: Training, saved: Sequence[Mapping[str, Any]], *, all_settings: bool) -> None:
+    """Restore the groups' settings, or without `all_settings` only those that a schedule sets."""
     defaults = training.optimizer.defaults
     for group, settings in zip(training.optimizer.param_groups, saved, strict=True):
         for name, value in settings.items():
-            if whole or name == "lr" or name not in defaults:
-                group[name] = tuple(value) if isinstance(value, list) else restored(value)
+            if all_settings or name == "lr" or name not in defaults:
+                group[name] = tuple(value) if isinstance(value, list) else from_json(value)
 
 
-@reading("state of the engine")
+@raising_corruption("state of the engine")
 def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
-    """Raise CheckpointMismatchError if the parts of the record to load are of another optimizer or batch."""
+    """Raise CheckpointMismatchError if the parts of the record to load do not fit the optimizer or the batch."""
     groups, saved = training.optimizer.param_groups, record["groups"]
     if plan.options.schedule and len(groups) != len(saved):
         raise CheckpointMismatchError(
-            f"the checkpoint has {len(saved)} parameter groups, the optimizer has {len(groups)}: make the same groups, or "
+            f"the checkpoint has {len(saved)} parameter groups, the optimizer has {len(groups)}: create the same groups, or "
             "pass load_lr_scheduler_states=False"
         )
     if plan.options.schedule:
         for group, settings in zip(groups, saved, strict=True):
             for name, value in settings.items():
-                present = group.get(name)
-                is_number = type(present) in (int, float) or hasattr(present, "item")
+                current = group.get(name)
+                is_number = type(current) in (int, float) or hasattr(current, "item")
                 if name == "params" or (is_number and type(value) not in (int, float)):
                     raise CorruptionError(
                         f"the checkpoint's parameter groups have a setting {name!r} that no engine saves"
                     )
     for parameter in plan.updated:
         found = record["scalars"].get(parameter.name)
-        wanted = training.state.scalars[parameter]
-        # An optimizer has fewer before its first step.
-        if found is None or not {"step", "updates"} & set(wanted) <= set(found):
+        expected = training.state.scalars[parameter]
+        # An optimizer has fewer scalars before its first step.
+        if found is None or not {"step", "updates"} & set(expected) <= set(found):
             raise CheckpointMismatchError(
                 f"the checkpoint's optimizer kept {sorted(found or {})} of {parameter.name!r}, this one keeps "
-                f"{sorted(wanted)}: use the optimizer that the checkpoint was trained with"
+                f"{sorted(expected)}: use the optimizer that the checkpoint was trained with"
             )
     if not plan.options.load_module_only:
         for name, value in record["counters"].items():
             if type(value) is not int or not 0 <= value < 2**53:
                 raise CorruptionError(f"the checkpoint's counter {name!r} is not a count")
-        batch_for(training, record["batch"], saved_world_size=saved_world_size)
+        resumed_batch(training, record["batch"], saved_world_size=saved_world_size)
 
 
-def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
-    """Return the batch sizes to continue with: another world size keeps the saved global batch, unless the caller sets the
-    boundaries of steps.
+def resumed_batch(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
+    """Return the batch sizes to continue with: at another world size the saved global batch size is kept, unless the caller
+    sets the boundaries of steps.
 
     Raises CheckpointMismatchError, which lists the possible world sizes.
     """
@@ -350,39 +350,39 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
         raise CorruptionError(f"the checkpoint's global batch size must be at least 1, got {total}")
     if total % (micro * world_size):
         fitting = next((size for size in range(micro, 0, -1) if total % (size * world_size) == 0), None)
-        nearest = (
+        advice = (
             f'set "train_micro_batch_size_per_gpu": {fitting}, {total // (fitting * world_size)} per step; with the Trainer, '
             f"per_device_train_batch_size x gradient_accumulation_steps must be {total // world_size}"
             if fitting is not None
-            else f"no micro-batch does among {world_size} ranks; it divides among "
+            else f"no micro-batch size works with {world_size} ranks; the batch can be divided among "
             f"{', '.join(str(n) for n in range(1, min(total, _MAX_RANKS) + 1) if total % n == 0)}"
         )
-        good = [n for n in range(1, min(total // micro, _MAX_RANKS) + 1) if total % (micro * n) == 0]
+        possible = [n for n in range(1, min(total // micro, _MAX_RANKS) + 1) if total % (micro * n) == 0]
         raise CheckpointMismatchError(
             f"the checkpoint's global batch of {total} samples cannot be kept at world size {world_size} with "
-            f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, good)) or 'none'}; {nearest}"
+            f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, possible)) or 'none'}; {advice}"
         )
     return replace(
         training.accumulation.batch, train_batch_size=total, accumulation_steps=total // (micro * world_size)
     )
 
 
-def plain(value: Any) -> Any:
-    """Return `value` with tuples as lists, and dicts with other keys than strings (milestones) as `{"$items": pairs}`."""
+def to_json(value: Any) -> Any:
+    """Return `value` with tuples as lists, and dicts with keys other than strings (milestones) as `{"$items": pairs}`."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
-            return {key: plain(item) for key, item in value.items()}
-        return {_ITEMS: [[plain(key), plain(item)] for key, item in value.items()]}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+            return {key: to_json(item) for key, item in value.items()}
+        return {_ITEMS: [[to_json(key), to_json(item)] for key, item in value.items()]}
+    return [to_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def restored(value: Any) -> Any:
-    """Undo `plain`; tuples stay lists."""
+def from_json(value: Any) -> Any:
+    """Undo `to_json`; tuples stay lists."""
     if isinstance(value, dict):
         if list(value) == [_ITEMS]:
-            return {restored(key): restored(item) for key, item in value[_ITEMS]}
-        return {key: restored(item) for key, item in value.items()}
-    return [restored(item) for item in value] if isinstance(value, list) else value
+            return {from_json(key): from_json(item) for key, item in value[_ITEMS]}
+        return {key: from_json(item) for key, item in value.items()}
+    return [from_json(item) for item in value] if isinstance(value, list) else value
 
 
 def rng_state() -> dict[str, Any]:
@@ -399,30 +399,30 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-@reading("state of the random number generators")
+@raising_corruption("state of the random number generators")
 def load_rng_state(state: dict[str, Any]) -> None:
-    """Set this rank's generators to a state of `rng_state`."""
+    """Restore this rank's generators from a result of `rng_state`."""
     torch.set_rng_state(_decode(state["torch"]))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, key, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(key, dtype=np.uint32), *rest))
+    kind, key, *position = state["numpy"]
+    np.random.set_state((kind, np.array(key, dtype=np.uint32), *position))
     if torch.cuda.is_available():
         if "cuda" in state:
             torch.cuda.set_rng_state(_decode(state["cuda"]))
-        else:  # saved without a device: all resumes draw the same
-            torch.cuda.manual_seed(_number(state["torch"]))
+        else:  # saved without a device: every resume draws the same numbers
+            torch.cuda.manual_seed(_seed_from(state["torch"]))
 
 
 def derive_rng_state(seed: int, step: int, rank: int) -> None:
-    """Seed this rank's generators from only the three numbers."""
-    number = _number(f"zstore {seed} {step} {rank}")
+    """Seed this rank's generators from these three numbers alone."""
+    number = _seed_from(f"zstore {seed} {step} {rank}")
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
 
 
-def _number(text: str) -> int:
+def _seed_from(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 

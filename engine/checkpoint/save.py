@@ -1,8 +1,8 @@
-"""Saves the whole state of a run: collects, pins and hands it over; and loads it again.
+"""Saves the whole state of a run, and loads it again.
 
 [Note: saving]
-Every rank pins the store's arrays, copies buffers and the client's tensors, and builds the record. Errors until then are raised
-on every rank, before anything is written. The save itself runs in zstore.checkpoint's background thread.
+Every rank pins the store's arrays, copies buffers and the client's tensors, and builds the record. Errors up to this point are
+raised on every rank, before anything is written. The save itself runs in zstore.checkpoint's background thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url
 from zstore.store import PinnedShard, Snapshot
 
-from ..build.model import companion_files, stored_whole
+from ..build.model import companion_files, unsharded_tensors
 from ..optim.rules import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.progress import RunJournal
@@ -65,7 +65,7 @@ _log = logging.getLogger("zstore")
 
 _FOLDER = "zstore-uploads"
 _GRACE_PERIOD_S = 5.0
-"""Time for a save to end after a rank failed: it succeeds if all ranks had done their part."""
+"""Time for a save to end after a rank failed: it succeeds if all ranks have completed their parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class SaveOptions:
 
     folder: str
     tag: str | float | None = None
-    """None: `step-` and the step."""
+    """None for `step-` and the step."""
     state: ClientValues
     """The client's state."""
     metrics: Mapping[str, Any]
@@ -82,9 +82,9 @@ class SaveOptions:
     wait: bool = True
     overwrite: bool = False
     is_latest: bool = True
-    """Whether a load without a tag may take it as the newest."""
-    leaves_out_frozen: bool = False
-    keeps: frozenset[str] = frozenset()
+    """Whether a load without a tag may choose it as the newest."""
+    excludes_frozen: bool = False
+    kept_frozen: frozenset[str] = frozenset()
     """Names of frozen parameters that are saved nevertheless."""
 
 
@@ -95,50 +95,50 @@ class Checkpoints:
         self._training = training
         self._journal = journal
         self._running: list[SaveHandle] = []
-        """The running save, at most one: begun by all ranks or by none, and given up if a rank fails."""
+        """The running save, at most one: started by all ranks or by none, and given up if a rank fails."""
         training.world.watch.when_broken.append(
             partial(_give_up_later, self._running)
         )  # without a reference to training
         self._known: dict[str, KnownFile] = {}
-        """Files of the last checkpoint, saved or loaded, which the next one may link."""
+        """Files of the last checkpoint, saved or loaded, which the next save may link."""
         self.folder: str | None = None
-        """The run's folder of checkpoints, the same on every rank; None: not known yet."""
+        """The run's folder of checkpoints, the same on every rank; None if it is not known yet."""
         self.stall_s = 0.0
-        """Total delay of training by saves."""
+        """Total time by which saves delayed training."""
         self.report: LoadReport | None = None
         """The result of the last load; None before the first."""
 
     def save(self, options: SaveOptions) -> SaveHandle:
-        """Begin a save, and with `wait` complete it (all ranks)."""
+        """Start a save, and complete it if the options say `wait` (all ranks)."""
         started = time.perf_counter()
         self.wait()
         stepper = self._training.update.stepper
-        kept = {STATE_KEY: stepper.state()} if stepper is not None and stepper.keeps_state else {}
+        stepper_state = {STATE_KEY: stepper.state()} if stepper is not None and stepper.keeps_state else {}
         world = self._training.world
         with world.agreeing():
             folder, upload = self._destination(options.folder)
             self._training.update.require_consistent()
-            mine = self._tag(options.tag)
-            require_last_step(self._training)
-            small = self.collect_small(options.state, kept, options.metrics)
-            small.state.update({} if options.is_latest else {LATEST_KEY: False})
-            if options.leaves_out_frozen:
-                small.state[ABSENT_KEY] = [one.name for one in self._left_out(options)]
+            own_tag = self._tag(options.tag)
+            require_saveable(self._training)
+            unsharded = self.collect_unsharded(options.state, stepper_state, options.metrics)
+            unsharded.state.update({} if options.is_latest else {LATEST_KEY: False})
+            if options.excludes_frozen:
+                unsharded.state[ABSENT_KEY] = [record.name for record in self._excluded(options)]
         location = str(options.folder) if is_url(str(options.folder)) else os.path.realpath(options.folder)
-        chosen, save_id, theirs = world.broadcast_object([mine, new_save_id(), location])
+        agreed_tag, save_id, rank0_location = world.broadcast_object([own_tag, new_save_id(), location])
         with world.agreeing():
-            if location != theirs:
+            if location != rank0_location:
                 raise UsageError(
-                    f"save_checkpoint: rank {world.rank} saves in {location}, rank 0 in {theirs}: pass one shared folder"
+                    f"save_checkpoint: rank {world.rank} saves in {location}, rank 0 in {rank0_location}: pass a shared folder"
                 )
-        if mine != chosen:
-            _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
-        report = self._journal.save_begins(chosen, folder, upload)
+        if own_tag != agreed_tag:
+            _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, own_tag, agreed_tag)
+        report = self._journal.save_begins(agreed_tag, folder, upload)
 
         def begin() -> SaveHandle:
             # Before anything is pinned.
             board = Board.connect(f"board/{save_id}") if upload is not None and world.world_size > 1 else None
-            request = self.pinned_request(options, folder, chosen, save_id, small, report)
+            request = self.pinned_request(options, folder, agreed_tag, save_id, unsharded, report)
             return save_checkpoint(request) if upload is None else save_to_url(request, upload, board)
 
         try:
@@ -160,8 +160,8 @@ class Checkpoints:
         self._journal.saves_in(*self._destination(folder))
 
     def _destination(self, location: str) -> tuple[Path, UploadPlace | None]:
-        """Return the folder of a save; of one to a URL, the local folder of its files until they are uploaded, and the place of
-        the upload. Raises as `UploadPlace`."""
+        """Return the folder of a save; for a URL, the local folder of its files until they are uploaded, and the destination
+        of the upload. Raises the errors of `UploadPlace`."""
         if not is_url(location):
             return Path(location), None
         config, drives = self._training.config, self._training.state.store.options.all_paths
@@ -180,14 +180,14 @@ class Checkpoints:
         """Return a unique tag, for a save whose tag another run used."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
-    def collect_small(self, state: ClientValues, kept: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> Small:
-        """Return the record and copies of the tensors that rank 0 stores whole: module buffers, parameters that were added
-        later, and the tensors of the client and of `kept`."""
+    def collect_unsharded(self, state: ClientValues, kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> Unsharded:
+        """Return the record and copies of the tensors that rank 0 stores whole: buffers, parameters that were added later,
+        and the tensors of the client and of `kept`."""
         marked, tensors = split_tensors({**as_mapping(state), **kept})
         known = (record.parameter for record in self._training.state.records)
         tensors |= {
             name: host_values(tensor.detach().to("cpu", copy=True))
-            for name, tensor in stored_whole(self._training.model, known)
+            for name, tensor in unsharded_tensors(self._training.model, known)
         }
         stored = {} if self._training.world.rank else tensors
         specs = {
@@ -196,16 +196,16 @@ class Checkpoints:
         record = {
             "client_state": marked,
             "engine": engine_record(self._training),
-            "metrics": as_numbers({} if metrics is None else metrics),
+            "metrics": as_numbers(metrics),
         }
-        return Small(record, specs, {name: as_numpy(tensor) for name, tensor in stored.items()})
+        return Unsharded(record, specs, {name: as_numpy(tensor) for name, tensor in stored.items()})
 
     def _begin(self, start: Callable[[], SaveHandle]) -> SaveHandle:
-        """Begin a save on every rank, or raise the error of any rank on all (all ranks)."""
+        """Start a save on every rank, or raise the error of any rank on all (all ranks)."""
         error: Exception | None = None
         handle: SaveHandle | None = None
         try:
-            # Ctrl-C in between would leave pins that no save releases, or a save without an owner.
+            # Ctrl-C here would leave pins that no save releases, or a save without an owner.
             with interrupts_wait():
                 handle = start()
                 self._running.append(handle)
@@ -217,16 +217,16 @@ class Checkpoints:
             self._running.clear()
             if handle is not None:
                 handle.cancel()
-                handle.wait_for_end(_GRACE_PERIOD_S)  # until then the next save takes its folder for a running save's
+                handle.wait_for_end(_GRACE_PERIOD_S)  # otherwise the next save finds a running one in its folder
             raise
         if handle is None:
             raise RuntimeError("the save did not begin")
         return handle
 
-    def _left_out(self, options: SaveOptions) -> list[ParameterRecord]:
+    def _excluded(self, options: SaveOptions) -> list[ParameterRecord]:
         """Return the parameters that a save omits."""
-        frozen = [one for one in self._training.state.records if one.group is None and options.leaves_out_frozen]
-        return [one for one in frozen if options.keeps.isdisjoint((one.name, *one.aliases))]
+        frozen = [record for record in self._training.state.records if record.group is None and options.excludes_frozen]
+        return [record for record in frozen if options.kept_frozen.isdisjoint((record.name, *record.aliases))]
 
     def pinned_request(
         self,
@@ -234,24 +234,25 @@ class Checkpoints:
         folder: Path,
         tag: str,
         save_id: str,
-        small: Small,
+        unsharded: Unsharded,
         report: Callable[[SaveSummary | BaseException], None],
     ) -> SaveRequest:
         """Pin the current state, and return the request to save it. Rank 0 stores small arrays whole."""
         training = self._training
         state, store = training.state, training.state.store
-        left_out = set(self._left_out(options))
-        records = [one for one in state.records if one not in left_out]
-        arrays = [(one, name) for one in records for name in state.array_names[one]]
-        of_ranks = {name: state.grid_of_ranks(one, name) for one, name in arrays}
-        grids = {name: state.grid_in_files(one, name) for one, name in arrays}
-        pieces = {name: grid for name, grid in of_ranks.items() if grids[name] != grid}
-        reserve_bytes, before_commit = self._reserved(options, folder), companion_files(training.model, training.config)
+        excluded = set(self._excluded(options))
+        records = [record for record in state.records if record not in excluded]
+        arrays = [(record, name) for record in records for name in state.array_names[record]]
+        rank_grids = {name: state.grid_of_ranks(record, name) for record, name in arrays}
+        grids = {name: state.grid_in_files(record, name) for record, name in arrays}
+        pieces = {name: grid for name, grid in rank_grids.items() if grids[name] != grid}
+        reserve_bytes = self._reserve_bytes(options, folder)
+        before_commit = companion_files(training.model, training.config)
         pins: dict[str, PinnedShard] = {}
         try:
             state.transfers.synchronize()  # the save's threads read memory of the device
-            for one in records:
-                pins |= training.update.tickets.pin(one, state.array_names[one])
+            for record in records:
+                pins |= training.update.tickets.pin(record, state.array_names[record])
             return SaveRequest(
                 resources=store.resources,
                 folder=folder,
@@ -260,13 +261,13 @@ class Checkpoints:
                 rank=training.world.rank,
                 world_size=training.world.world_size,
                 save_id=save_id,
-                specs={name: store.spec(name) for name in grids} | small.specs,
+                specs={name: store.spec(name) for name in grids} | unsharded.specs,
                 grids=grids,
                 pins=pins,
                 pieces=pieces,
-                small=small.arrays,
+                small=unsharded.arrays,
                 rank_state=rng_state(),
-                record=small.state,
+                record=unsharded.state,
                 run_id=training.run_id,
                 known=self._known,
                 disk_folder=store.options.run_path,
@@ -281,17 +282,17 @@ class Checkpoints:
             Snapshot(pins).release()
             raise
 
-    def _reserved(self, options: SaveOptions, folder: Path) -> int:
+    def _reserve_bytes(self, options: SaveOptions, folder: Path) -> int:
         """Return the bytes that the next step needs for new files while the save keeps the current ones."""
         training, store = self._training, self._training.state.store
-        # A save that waits and copies to another drive keeps no files when training continues.
+        # A save that waits and copies to another drive keeps no files once training continues.
         drives = store.options.all_paths
         if options.wait and drives:
             # The folder may not exist yet.
             existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
             if all(path.stat().st_dev != existing.stat().st_dev for path in drives):
                 return 0
-        changing = [name for one in training.state.scalars for name in training.state.array_names[one]]
+        changing = [name for record in training.state.scalars for name in training.state.array_names[record]]
         return store.require_room(changing, num_stores=training.world.local_world_size)
 
     def wait(self) -> None:
@@ -306,17 +307,17 @@ class Checkpoints:
         self._training.world.raise_together(error)
 
     def finish(self) -> None:
-        """Complete the running save, if any, without the other ranks (at the end of a run)."""
+        """Complete the running save, if any, independently of the other ranks (at the end of a run)."""
         if not self._running:
             return
         try:
             self._complete()
         except Exception:
-            self._training.world.watch.raise_if_rank_lost()  # else the error of an abandoned save hides the lost rank
+            self._training.world.watch.raise_if_rank_lost()  # otherwise the error of an abandoned save hides the lost rank
             raise
 
     def _complete(self) -> None:
-        """Wait for the running save, and take its result or raise its error.
+        """Wait for the running save, and record its result or raise its error.
 
         The wait may be interrupted: the save continues, and the next call waits again.
         """
@@ -325,18 +326,18 @@ class Checkpoints:
         handle.wait_for_end()
         self._running.clear()
         summary = handle.wait()
-        # Earlier files of arrays that the save left out stay known.
+        # Earlier files of arrays that the save omitted stay known.
         self._known = {**self._known, **summary.known}
         for message in summary.messages:
             _log.warning("%s", message)
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint by `options`; return its path and the client's state (all ranks)."""
+        """Load a checkpoint as `options` say; return its path and the client's state (all ranks)."""
         if self._training.config.frozen:
             options = replace(options, load_module_only=True)
         # If the update failed on any rank, the state is torn on all.
         settle(self._training.update.wait, "the running update failed: ")
-        # The load repairs a torn state even if a save, which waited for its update, failed too.
+        # The load repairs a torn state even if a save that waited for the failed update failed too.
         if self._training.update.torn:
             settle(self.wait, "the running save failed: ")
         else:
@@ -351,15 +352,15 @@ class Checkpoints:
             elapsed_s = time.perf_counter() - started
             read_bytes, resumes = restore.report.read_bytes, restore.resumes
             self._journal.loaded(path, restore.tag, elapsed_s, read_bytes, resumes=resumes)
-        kept = state.pop(STATE_KEY, None)
+        stepper_state = state.pop(STATE_KEY, None)
         stepper = self._training.update.stepper
         if stepper is not None and path is not None and options.optimizer:
-            stepper.load(kept or {})
+            stepper.load(stepper_state or {})
         return path, state
 
 
 @dataclass(frozen=True)
-class Small:
+class Unsharded:
     """The record of a save, and the arrays that rank 0 stores whole (empty on other ranks)."""
 
     state: dict[str, Any]
@@ -378,8 +379,8 @@ def _give_up(handle: SaveHandle) -> None:
         handle.cancel()
 
 
-def require_last_step(training: Training) -> None:
-    """Raise UsageError if the state of the last complete step cannot be saved."""
+def require_saveable(training: Training) -> None:
+    """Raise UsageError if the state after the last complete step cannot be saved."""
     if training.update.is_in_backward:
         raise UsageError(
             'save_checkpoint between backward and step(): with "step_overlap": "backward" the state is being '
@@ -387,6 +388,6 @@ def require_last_step(training: Training) -> None:
         )
     if training.loader is not None and not training.accumulation.is_new:
         raise UsageError(
-            "save_checkpoint within a step: the loader of initialize() is past its micro-batches, which a resume would "
-            "miss; save between two steps"
+            "save_checkpoint within a step: the loader of initialize() has passed the step's micro-batches, which a resume "
+            "would skip; save between two steps"
         )

@@ -275,7 +275,7 @@ class _Batch:
         uses_one = uses_one or not _allows_threads(state, [record for record, _ in places])
         self.threads = 1 if uses_one else threads_for(on_host)
         self.num_threads = num_threads(
-            state.host_ranks, beside_compute=in_background and transfers.streams.device_is_host
+            state.host_ranks, overlaps_compute=in_background and transfers.streams.device_is_host
         )
         """Threads of a host kernel."""
         self.calls = _plan_calls(changes, places, rows, self.threads)

@@ -2,9 +2,9 @@
 
 [Note: the host kernel]
 It is optional, and its bits are torch's. The library is built with the wheel if there was a compiler, otherwise at first use
-by `cc` into the user's cache. torch's compilers contract some products and sums of its kernel; which ones differs by build,
-and is found by a comparison with torch's own kernel, once a process. Without a compiler, without AVX2 and FMA on x86, or if no
-form is equal, torch's kernel is used, and a debug message is logged.
+by `cc`, into the user's cache. Compilers contract some products and sums of torch's kernel into FMAs; which ones depends on the
+build, and is found by comparison with torch's own kernel, once per process. Without a compiler, without AVX2 and FMA on x86, or
+if no form is equal, torch's kernel is used, and a debug message is logged.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _COMPILE_LIMIT_S = 30.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_THREADS = 16
 _OTHER_THREADS = 2
-"""Cores of a rank that the update leaves for the computation and I/O."""
+"""Cores of a rank that the update leaves to computation and I/O."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Types of gradients and weights, and their numbers in adamw.c."""
+"""Types of gradients and weights -> their numbers in adamw.c."""
 
 
 class _Settings(ctypes.Structure):
@@ -64,7 +64,7 @@ class Form(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """Tensors of parameters in one step: for each a master, slots, a gradient and, if any, a weight in 16 bits."""
+    """Tensors of parameters in one step: for each a master, slots, a gradient and, optionally, a 16-bit weight."""
 
     masters: Tensors
     slots: Sequence[Tensors]
@@ -89,9 +89,9 @@ class HostKernel:
         return types and all(each.is_cpu and each.is_contiguous() and not each.is_neg() for each in tensors)
 
     def update(self, settings: Mapping[str, float], tensors: StepTensors, num_threads: int = 1) -> None:
-        """Take a step of tensors in host memory, 1-D and contiguous. The settings are those of `_Settings` except types and
-        form; gradients are multiplied by the factor in fp32, a negative one maximizes."""
-        # Addresses are read in each step: other code may move a tensor's memory, as `share_memory_` does.
+        """Step tensors in host memory, 1-D and contiguous. The settings are those of `_Settings` except types and form;
+        gradients are multiplied by the factor in fp32, and a negative factor maximizes."""
+        # Addresses are read in each step, since other code may move a tensor's memory, as `share_memory_` does.
         jobs = array("q", bytes(8 * 7 * len(tensors.masters)))
         for number, column in enumerate((tensors.masters, *zip(*tensors.slots, strict=True))):
             jobs[number::7] = array("q", map(torch.Tensor.data_ptr, column))
@@ -101,16 +101,16 @@ class HostKernel:
         weights = {weight.dtype for weight in tensors.weights if weight is not None} or {torch.bfloat16}
         (gradient_type,), (weight_type,) = {gradient.dtype for gradient in tensors.gradients}, weights
         types = {"gradient": TYPES[gradient_type], "weight": TYPES[weight_type]}
-        given = _Settings(**settings, **types, **self.form._asdict())
-        self._call(jobs.buffer_info()[0], len(tensors.masters), ctypes.addressof(given), num_threads)
+        arguments = _Settings(**settings, **types, **self.form._asdict())
+        self._call(jobs.buffer_info()[0], len(tensors.masters), ctypes.addressof(arguments), num_threads)
 
 
-def num_threads(local_ranks: int, *, beside_compute: bool) -> int:
-    """Return the number of threads that update the state of one rank of this machine: one less if the CPU computes the model
-    too."""
+def num_threads(local_ranks: int, *, overlaps_compute: bool) -> int:
+    """Return the number of threads that update the state of one rank of this machine: one less if the CPU also computes the
+    model."""
     cores = num_cores() // max(1, local_ranks)
     own = max(1, min(_MAX_THREADS, cores - _OTHER_THREADS))
-    return own if beside_compute or cores < 2 else own + 1
+    return own if overlaps_compute or cores < 2 else own + 1
 
 
 @cache
@@ -119,7 +119,7 @@ def host_kernel() -> HostKernel | None:
     try:
         library = _load()
         kernel = HostKernel(library, _find_form(library))
-    except Exception as error:  # of any kind: torch's kernel has the same results
+    except Exception as error:  # any: torch's kernel has the same results
         _log.debug("torch's kernel updates state in host memory, instead of adamw.c: %r", error)
         return None
     atexit.register(library.zstore_adam_end)
@@ -127,7 +127,7 @@ def host_kernel() -> HostKernel | None:
 
 
 def _load() -> ctypes.CDLL:
-    """Return the library of the wheel, or of the cache, where it is built if it is missing."""
+    """Return the library from the wheel, or from the cache, where it is built if it is missing."""
     folder = Path(__file__).parent
     for path in folder.glob(_WHEEL):
         library = ctypes.CDLL(str(path))
@@ -135,24 +135,24 @@ def _load() -> ctypes.CDLL:
             return library
     source = folder / "adamw.c"
     key = hashlib.sha256("\n".join((source.read_text(), platform.machine(), *_FLAGS)).encode())
-    path = _own_folder() / f"adamw-{key.hexdigest()[:32]}.so"
-    if not _is_whole(path):
+    path = _cache_folder() / f"adamw-{key.hexdigest()[:32]}.so"
+    if not _is_complete(path):
         _build(source, path)
     return ctypes.CDLL(str(path))
 
 
-def _own_folder() -> Path:
+def _cache_folder() -> Path:
     """Return the folder in the user's cache. Raises ZstoreError if others may write to it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zstore-kernel"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ZstoreError(f"{folder} is not a folder that only this user can write to")
     return folder
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether the file ends with the digest of its content: loading a truncated one would end the process."""
+def _is_complete(path: Path) -> bool:
+    """Return whether the file ends with the digest of its content: loading a truncated one would kill the process."""
     if not path.is_file() or path.stat().st_uid != os.getuid():
         return False
     content = path.read_bytes()
@@ -160,10 +160,10 @@ def _is_whole(path: Path) -> bool:
 
 
 def _build(source: Path, path: Path) -> None:
-    """Compile `source` to `path`, atomically, also if other processes do so."""
+    """Compile `source` to `path` atomically, even if other processes do the same."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
-        made = Path(folder, path.name)
-        command = ["cc", *_FLAGS, "-o", str(made), str(source), "-lm"]
+        library = Path(folder, path.name)
+        command = ["cc", *_FLAGS, "-o", str(library), str(source), "-lm"]
         with Path(folder, "messages").open("w+b") as messages:
             compiler = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, process_group=0
@@ -177,31 +177,31 @@ def _build(source: Path, path: Path) -> None:
             messages.seek(0)
             if code:
                 raise ZstoreError(f"{' '.join(command)} failed: {messages.read(2000).decode(errors='replace')}")
-        with made.open("r+b") as file:
+        with library.open("r+b") as file:
             content = file.read()
             file.write(hashlib.sha256(content).digest())
-        made.replace(path)
+        library.replace(path)
 
 
 _LERP, _SQUARE_GRADIENT, _SQUARE_MOMENT, _DECAY, _RATE = 1, 2, 4, 8, 16
 _BODIES = [sum(e) for e in product((_LERP, 0), (_SQUARE_GRADIENT, _SQUARE_MOMENT, 0), (_DECAY, 0), (_RATE, 0))]
 _TAILS = [sum(e) for e in product((_LERP, 0), (_SQUARE_MOMENT, _SQUARE_GRADIENT, 0), (_DECAY, 0))]
 _WIDTHS = (8, 16, 4)
-"""Sizes of torch's usual vectors on x86, of AVX-512's, and of NEON's."""
+"""Sizes of torch's usual vectors on x86, of AVX-512 vectors, and of NEON vectors."""
 _HEAD, _SIZES = 4096, [1 + number % 15 for number in range(200)]
-"""Elements of a tensor that is only a body, and of tails."""
+"""Elements of a tensor that has only a body, and of tensors that have tails."""
 _PROBE = {"lr": 0.01, "beta2": 0.999, "weight_decay": 3.923270106315607, "eps": 1e-8}
-"""`1 - lr * weight_decay` has another value in fp32 if it is contracted."""
+"""`1 - lr * weight_decay` has a different value in fp32 if it is contracted."""
 _CASES = (
     (True, 0.9, 0.37, torch.bfloat16, torch.bfloat16, False),
     (False, 0.4, -1.0, torch.float16, torch.float16, True),
     (False, 0.9, 1.0, torch.float32, torch.bfloat16, False),
 )
-"""Whether the decay is decoupled, the first beta, the factor, the types of gradient and weight, amsgrad."""
+"""The arguments of `_Case`."""
 
 
 class _Case:
-    """A step of torch's kernel, for comparison."""
+    """A step of torch's kernel to compare with."""
 
     def __init__(
         self, decoupled: bool, beta1: float, factor: float, gradient: torch.dtype, weight: torch.dtype, amsgrad: bool
@@ -209,21 +209,21 @@ class _Case:
         settings, step = _PROBE | {"beta1": beta1}, 3.0
         self._settings = settings | {"step": step, "decoupled": decoupled, "factor": factor}
         self._weight = weight
-        draw, numel = torch.Generator().manual_seed(0), _HEAD + sum(_SIZES)
-        drawn = torch.randn(5, numel, generator=draw, dtype=torch.float32, device="cpu")
+        generator, numel = torch.Generator().manual_seed(0), _HEAD + sum(_SIZES)
+        drawn = torch.randn(5, numel, generator=generator, dtype=torch.float32, device="cpu")
         drawn[1:] *= 0.1
         drawn[2:4].square_()
         self._before, self._gradients = drawn[: 4 if amsgrad else 3], drawn[4].to(gradient)
         rows = torch.cat((self._before, self._gradients.float()[None] * abs(factor)))
         masters, averages, squares, *largest, gradients = (torch.split(row, [_HEAD, *_SIZES]) for row in rows)
         counts = [torch.tensor(step, dtype=torch.float32, device="cpu")] * len(masters)
-        by_torch: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        rest = settings | {"amsgrad": amsgrad, "maximize": factor < 0}
-        by_torch(masters, gradients, averages, squares, *(largest or [()]), counts, **rest)
+        torch_step: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        options = settings | {"amsgrad": amsgrad, "maximize": factor < 0}
+        torch_step(masters, gradients, averages, squares, *(largest or [()]), counts, **options)
         self._after = rows[:-1]
 
     def is_equal(self, form: Form, library: ctypes.CDLL, of_body: bool) -> bool:
-        """Return whether the library has the same results for the body, or for the tails."""
+        """Return whether the library gives the same results for the body, or for the tails."""
         part, sizes = (slice(_HEAD), [_HEAD]) if of_body else (slice(_HEAD, None), _SIZES)
         state, weights = self._before[:, part].clone(), torch.empty_like(self._before[0, part], dtype=self._weight)
         masters, *slots, gradients, into = (torch.split(row, sizes) for row in (*state, self._gradients[part], weights))
@@ -234,14 +234,14 @@ class _Case:
 
 
 def _find_form(library: ctypes.CDLL) -> Form:
-    """Return the form in which the library has the bits of torch's kernel. Raises ZstoreError if no form has."""
+    """Return the form in which the library gives the bits of torch's kernel. Raises ZstoreError if no form does."""
     cases = [_Case(*case) for case in _CASES]
 
-    def first(forms: Iterable[Form], of_body: bool) -> Form:
+    def first_equal(forms: Iterable[Form], of_body: bool) -> Form:
         for form in forms:
             if all(case.is_equal(form, library, of_body) for case in cases):
                 return form
         raise ZstoreError("its bits are not torch's in any form; on x86 it needs AVX2 and FMA")
 
-    found = first((Form(body) for body in _BODIES), True)
-    return first((found._replace(tail=tail, width=width) for width in _WIDTHS for tail in _TAILS), False)
+    found = first_equal((Form(body) for body in _BODIES), True)
+    return first_equal((found._replace(tail=tail, width=width) for width in _WIDTHS for tail in _TAILS), False)

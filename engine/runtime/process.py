@@ -1,20 +1,20 @@
 """The process of a rank: its messages, signals, garbage collector, and process group.
 
 [Note: messages]
-All messages go to the logger "zstore": progress at INFO, notable events at WARNING. Python shows nothing below WARNING without
-configuration, so `show_messages` adds a handler for stderr, and level INFO, if neither that logger nor the root has a handler.
-It is silent when another handler receives the messages, so configuring logging later duplicates no line. To see less:
-`logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
+All messages go to the logger "zstore": progress at INFO, notable events at WARNING. Without configuration Python shows nothing
+below WARNING, so `show_messages` adds a handler for stderr, and level INFO, if neither that logger nor the root has a handler.
+The handler is silent when another one receives the messages, so configuring logging later duplicates no line. To see less,
+call `logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
 
 [Note: stopping by a signal]
-The handler only records the signal. It is one of `World.messages`, which the ranks exchange in each step, so all know of it
-after the same step. Then the state is saved, and the process exits with code 75: run it again. A second signal has its
-default effect at once.
+The handler only records the signal. It is one of `World.messages`, which the ranks exchange in each step, so all ranks know of
+it after the same step. Then the state is saved, and the process exits with code 75: run it again. A second signal has its
+default effect immediately.
 
 [Note: the collector]
-A collection visits every object of the process, including those of torch, transformers and the model, which takes 0.2 s; all
-ranks wait for one that collects. So objects that exist when an engine is created are frozen until it is closed. With
-`disable_python_gc` there are no collections: steps leave no cycles, and a script that makes some calls `gc.collect()`.
+A collection visits every object of the process, including those of torch, transformers and the model, which takes 0.2 s, and
+all ranks wait for a rank that collects. So objects that exist when an engine is created are frozen until it is closed. With
+`disable_python_gc` there are no collections: steps leave no cycles, and a script that creates cycles calls `gc.collect()`.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def show_messages() -> None:
 
 
 class StopSignals:
-    """Handles signals for the length of a run. See [Note: stopping by a signal]."""
+    """Handles signals for the duration of a run. See [Note: stopping by a signal]."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._pid = os.getpid()
         self._received: int | None = None  # by this rank
-        self._before: dict[int, Any] = {}
+        self._original_handlers: dict[int, Any] = {}
 
     def watch(self, numbers: Iterable[int] = STOP_SIGNALS) -> None:
         """Record these signals from now on, instead of their default effect. Raises UsageError outside the main thread."""
@@ -94,11 +94,11 @@ class StopSignals:
             raise UsageError("signals can be watched from the main thread only: call this where the script starts")
         self._world.messages["signal"] = lambda: self._received
         for number in numbers:
-            if number not in self._before:
-                self._before[number] = signal.signal(number, self._handle)
+            if number not in self._original_handlers:
+                self._original_handlers[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A forked child, as a data loader's worker, has the handler but not the run.
+        # A forked child, such as a data loader's worker, inherits the handler but not the run.
         if os.getpid() != self._pid or self._received is not None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -111,26 +111,26 @@ class StopSignals:
 
     @property
     def requested(self) -> signal.Signals | None:
-        """The signal that some rank received, once all ranks know of it."""
+        """The signal that a rank received, once all ranks know of it."""
         received = self._world.received.get("signal", [])
         number = self._received if self._world.world_size == 1 else max(received, default=None)
         return None if number is None else signal.Signals(number)
 
     def close(self) -> None:
-        """Restore the former handlers of the signals; a second call does nothing."""
+        """Restore the original handlers of the signals; a second call does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
-        before, self._before = self._before, {}
-        for number, handler in before.items():
-            # None: the former handler was not Python's.
+        handlers, self._original_handlers = self._original_handlers, {}
+        for number, handler in handlers.items():
+            # None if the original handler was not Python's.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class FrozenObjects:
     """Freezes the existing objects until `end` of this engine, or until another is created. See [Note: the collector].
 
-    With several engines nothing is frozen, since only the collector finds one dropped without `close()`. Nor if the
-    application froze objects, since only all can be unfrozen."""
+    Nothing is frozen with several engines, since only the collector finds an engine dropped without `close()`, nor if the
+    application froze objects, since `gc` can only unfreeze all of them."""
 
     _lock = threading.Lock()
     _count = 0  # of engines that have not ended
@@ -143,7 +143,7 @@ class FrozenObjects:
                 FrozenObjects.frozen_before = bool(gc.get_freeze_count())
             FrozenObjects._count += 1
             if FrozenObjects._count > 1:
-                self.thaw()
+                self.unfreeze()
             elif not FrozenObjects.frozen_before:
                 gc.freeze()
 
@@ -153,17 +153,17 @@ class FrozenObjects:
             if not self._ended:
                 self._ended = True
                 FrozenObjects._count -= 1
-                self.thaw()
+                self.unfreeze()
 
     @classmethod
-    def thaw(cls) -> None:
+    def unfreeze(cls) -> None:
         """Unfreeze objects that an engine froze."""
         if cls.frozen_before is False:
             gc.unfreeze()
 
 
 class CollectorPause:
-    """Disables the collector until `end` of the last pause in this process."""
+    """Disables the garbage collector until the last pause in this process ends."""
 
     _lock = threading.Lock()
     _count = 0
@@ -211,12 +211,12 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialize torch.distributed from the variables of torchrun or mpirun; do nothing if it is initialized, or for a single
-    process.
+    """Initialize torch.distributed from the environment variables of torchrun or mpirun; do nothing if it is initialized, or
+    for a single process.
 
     A collective that blocks for longer than `timeout` fails: 30 minutes by default, or DEEPSPEED_TIMEOUT minutes. The engine's
-    watch detects ranks that fail, die or stop much earlier. `dist_backend` is NCCL by default with CUDA, and gloo without,
-    where "nccl" logs one warning on rank 0. `auto_mpi_discovery`, `verbose` and `config` are accepted for compatibility.
+    watch detects ranks that fail, die or stop much earlier. `dist_backend` is by default NCCL with CUDA, and gloo without; gloo
+    also replaces "nccl", with a warning on rank 0. `auto_mpi_discovery`, `verbose` and `config` are accepted for compatibility.
     """
     cuda = torch.cuda.is_available()
     backend = dist_backend or ("nccl" if cuda else "gloo")
@@ -239,7 +239,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         rank=rank,
         world_size=world_size,
         timeout=timeout or datetime.timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30"))),
-        # Else NCCL guesses it from the rank, and barriers warn or hang if the guess is another rank's device.
+        # Otherwise NCCL guesses it from the rank, and barriers warn or hang if it guesses another rank's device.
         device_id=device if backend == "nccl" else None,
     )
     # Before the interpreter shuts down, which gloo's threads would not survive.

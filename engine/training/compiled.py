@@ -1,14 +1,14 @@
-"""Compiles units with torch although their parameters are gathered and released.
+"""Compiles units with torch while their parameters are gathered and released.
 
 [Note: compiled units]
-A unit's gather and release stay outside: the hooks of its module run as usual, and only the module's forward is compiled. So
-no graph spans a gather. Values are gathered into one storage (see [Note: the memory of a parameter]), which a graph's saved
-tensors alias, and a graph depends only on a parameter's type and shape: new values and addresses recompile nothing.
+A unit's gather and release stay outside of graphs: the hooks of its module run as usual, and only the module's forward is
+compiled. Values are gathered into one storage (see [Note: the memory of a parameter]), which a graph's saved tensors alias, and
+a graph depends only on a parameter's type and shape: new values and addresses cause no recompilation.
 
-Within a compiled forward all parameters of the unit are gathered, so the hooks on the modules inside are off: they would be
+Within a compiled forward all parameters of the unit are gathered, so the hooks on inner modules are disabled: they would be
 traced, and they differ between blocks. Blocks whose forward is the same function share its graphs.
 
-A unit that contains another one is not compiled, since the gather of that would be in its graph; nor is a single layer of
+A unit that contains another unit is not compiled, since the inner unit's gather would be in its graph; nor is a single layer of
 torch.nn, which is one operator.
 """
 
@@ -36,7 +36,7 @@ _log = logging.getLogger("zstore")
 
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
-"""Like `torch.compile(backend=...)` without a function: returns a compiled one."""
+"""Like `torch.compile(backend=...)` without a function: compiles the function that it is given."""
 
 
 def make_compiler(backend: Any, options: dict[str, Any]) -> Compiler:
@@ -44,20 +44,20 @@ def make_compiler(backend: Any, options: dict[str, Any]) -> Compiler:
     a machine without CUDA."""
     compiler = functools.partial(torch.compile, backend=backend, **options)
     try:
-        compiler(_nothing)
+        compiler(_noop)
     except Exception as error:
         raise UsageError(f"engine.compile(): torch.compile refuses these arguments: {error}") from error
     cxx = os.environ.get("CXX", "g++")
     if backend == "inductor" and not torch.cuda.is_available() and not any(map(shutil.which, (cxx, "clang++"))):
         raise UsageError(
             f"engine.compile(): without a GPU inductor compiles C++, and there is no compiler {cxx!r}: install g++, "
-            'name another in the variable CXX, or pass backend="aot_eager", which compiles nothing'
+            'name another compiler in the variable CXX, or pass backend="aot_eager", which needs none'
         )
     return compiler
 
 
-def _nothing() -> None:
-    """Compiled to check the arguments."""
+def _noop() -> None:
+    """Do nothing: compiled only to check the arguments."""
 
 
 class CompiledUnits:
@@ -67,48 +67,48 @@ class CompiledUnits:
         """Compile the units that can be compiled. Raises UsageError for a compiler that captures CUDA graphs."""
         _require_no_cuda_graphs(compiler)
         hooks.stay_out_of_graphs(model.modules())
-        self._former: list[tuple[nn.Module, Any]] = []
-        """Modules with the forward in their `__dict__`, None if there was none."""
+        self._originals: list[tuple[nn.Module, Any]] = []
+        """Modules and the original forward in their `__dict__`, or None."""
         self.names: list[str] = []
         """Names of the compiled units."""
         units = [sharded.unit for sharded in hooks.units.all]
         chosen = [unit for unit in units if _can_be_compiled(unit, units)]
         forwards = {unit: _function_of(unit.modules[0]) for unit in chosen}
-        sharing = Counter(forwards.values())
-        compiled = {forward: compiler(forward) for forward in sharing}
+        num_sharing = Counter(forwards.values())
+        compiled = {forward: compiler(forward) for forward in num_sharing}
         for unit, forward in forwards.items():
-            self._replace(unit, compiled[forward], hooks.hook_ids, sharing[forward])
-        left = len(units) - len(self.names)
+            self._replace(unit, compiled[forward], hooks.hook_ids, num_sharing[forward])
+        num_uncompiled = len(units) - len(self.names)
         if chosen:
-            _log.info("compile: %d units, %d are not compiled", len(chosen), left)
+            _log.info("compile: %d units, %d are not compiled", len(chosen), num_uncompiled)
         else:
             _log.warning(
                 "compile: none of the %d units is compiled: each is one layer of torch.nn or contains other units. Put "
                 "the blocks of the model into a ModuleList",
-                left,
+                num_uncompiled,
             )
 
-    def _replace(self, unit: Unit, compiled: Forward, hook_ids: frozenset[int], sharing: int) -> None:
+    def _replace(self, unit: Unit, compiled: Forward, hook_ids: frozenset[int], num_sharing: int) -> None:
         module = unit.modules[0]
-        former = module.__dict__.get("forward")
-        self._former.append((module, former))
-        if former is None or _is_method_of(former, module):
+        original = module.__dict__.get("forward")
+        self._originals.append((module, original))
+        if original is None or _is_method_of(original, module):
             compiled = MethodType(compiled, module)
-        module.__dict__["forward"] = _CompiledForward(module, compiled, hook_ids, sharing)
+        module.__dict__["forward"] = _CompiledForward(module, compiled, hook_ids, num_sharing)
         self.names.append(unit.name)
 
     def remove(self) -> None:
         """Restore the modules' forwards."""
-        while self._former:
-            module, former = self._former.pop()
+        while self._originals:
+            module, original = self._originals.pop()
             if isinstance(module.__dict__.get("forward"), _CompiledForward):
                 del module.__dict__["forward"]
-                if former is not None:
-                    module.__dict__["forward"] = former
+                if original is not None:
+                    module.__dict__["forward"] = original
 
 
 def _require_no_cuda_graphs(compiler: Compiler) -> None:
-    settings = cast("Any", compiler(_nothing)).get_compiler_config()
+    settings = cast("Any", compiler(_noop)).get_compiler_config()
     if settings and settings.get("triton.cudagraphs"):
         raise UsageError(
             "compile: CUDA graphs need parameters at fixed addresses, but sharded and offloaded ones move: leave "
@@ -120,14 +120,14 @@ def _require_no_cuda_graphs(compiler: Compiler) -> None:
 def _can_be_compiled(unit: Unit, units: Sequence[Unit]) -> bool:
     if not unit.modules:
         return False
-    module, within = unit.modules[0], set(unit.modules[0].modules())
-    if any(other is not unit and other.modules and other.modules[0] in within for other in units):
+    module, inside = unit.modules[0], set(unit.modules[0].modules())
+    if any(other is not unit and other.modules and other.modules[0] in inside for other in units):
         return False
     return any(module.children()) or not type(module).__module__.startswith("torch.nn.")
 
 
 def _function_of(module: nn.Module) -> Forward:
-    """Return the function of the module's forward: modules with the forward of their class have the same."""
+    """Return the function of the module's forward, which instances of a class usually share."""
     own = module.__dict__.get("forward")
     if own is None:
         return type(module).forward
@@ -139,20 +139,20 @@ def _is_method_of(forward: Any, module: nn.Module) -> bool:
 
 
 class _CompiledForward:
-    """A module's compiled forward. Copies and pickles of the module have the usual forward."""
+    """A module's compiled forward. Copies and pickles of the module have the original forward."""
 
-    def __init__(self, module: nn.Module, compiled: Forward, hook_ids: frozenset[int], sharing: int) -> None:
+    def __init__(self, module: nn.Module, compiled: Forward, hook_ids: frozenset[int], num_sharing: int) -> None:
         functools.update_wrapper(self, module.forward)  # for code that inspects its arguments
         self._module = module
         self._compiled = compiled
-        self._within = list(module.modules())
+        self._modules = list(module.modules())
         self._hook_ids = hook_ids
-        self._sharing = sharing
+        self._num_sharing = num_sharing
         """Modules whose forward is the same function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled forward; the module's parameters are gathered."""
-        with _without_hooks(self._within, self._hook_ids), _more_graphs(self._sharing):
+        """Call the compiled forward, while the module's parameters are gathered."""
+        with _without_hooks(self._modules, self._hook_ids), _more_graphs(self._num_sharing):
             return self._compiled(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -166,33 +166,33 @@ class _CompiledForward:
 @contextmanager
 def _without_hooks(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> Iterator[None]:
     """Remove the engine's hooks from the modules within the block."""
-    former = []
+    originals = []
     for module in modules:
-        own = module.__dict__
-        before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
-        former.append((own, before, after))
-        own["_forward_pre_hooks"] = _others(before, hook_ids)
-        own["_forward_hooks"] = _others(after, hook_ids)
+        attributes = module.__dict__
+        before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+        originals.append((attributes, before, after))
+        attributes["_forward_pre_hooks"] = _without_ids(before, hook_ids)
+        attributes["_forward_hooks"] = _without_ids(after, hook_ids)
     try:
         yield
     finally:
-        for own, before, after in former:
-            own["_forward_pre_hooks"], own["_forward_hooks"] = before, after
+        for attributes, before, after in originals:
+            attributes["_forward_pre_hooks"], attributes["_forward_hooks"] = before, after
 
 
-def _others(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDict[int, Any]:
-    # Also for a `ReadGuard`'s hook: the hook of the unit's module checks all its parameters.
+def _without_ids(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDict[int, Any]:
+    # Also without a `ReadGuard`'s hook: the hook of the unit's module checks all its parameters.
     kept = {n: hook for n, hook in hooks.items() if n not in hook_ids and not isinstance(hook, ModuleHook)}
     return OrderedDict(kept)
 
 
 @contextmanager
-def _more_graphs(sharing: int) -> Iterator[None]:
-    """Allow the shared forward of several blocks, which may differ in a constant, as many graphs as separate ones."""
+def _more_graphs(num_sharing: int) -> Iterator[None]:
+    """Allow a forward shared by several blocks, which may differ in a constant, as many graphs as separate forwards."""
     config = torch._dynamo.config
-    former = config.recompile_limit, config.accumulated_recompile_limit
-    config.recompile_limit, config.accumulated_recompile_limit = (limit * sharing for limit in former)
+    limits = config.recompile_limit, config.accumulated_recompile_limit
+    config.recompile_limit, config.accumulated_recompile_limit = (limit * num_sharing for limit in limits)
     try:
         yield
     finally:
-        config.recompile_limit, config.accumulated_recompile_limit = former
+        config.recompile_limit, config.accumulated_recompile_limit = limits

@@ -2,10 +2,10 @@
 
 [Note: the order of samples]
 A rank's samples depend only on the seed and the global sample number. Epoch e is a permutation of the data set, drawn from
-(seed, e), and dealt in rounds of micro-batch x world size samples, of which rank r gets the r-th micro-batch. So a resumed run,
-also at another world size, continues where the saved one stopped. In the last round of an epoch each rank may have fewer
-samples, all the same number; if they do not divide, the first samples of the epoch fill up. With `drop_last` an epoch ends with
-the last whole `train_batch_size`.
+(seed, e), and dealt in rounds of micro-batch x world size samples, of which rank r gets the r-th micro-batch. So a resumed run
+continues where the saved one stopped, also at another world size. In the last round of an epoch ranks may have fewer samples,
+all the same number; if the samples do not divide evenly, the first ones of the epoch are repeated. With `drop_last` an epoch
+ends with the last whole `train_batch_size`.
 """
 
 from __future__ import annotations
@@ -43,50 +43,50 @@ class Counters:
 
 @dataclass(kw_only=True)
 class Accumulation:
-    """Counts the micro-batches of a step, which ends by the batch sizes, or when the caller sets its boundary."""
+    """Counts the micro-batches of a step, which ends as the batch sizes say, or when the caller sets its boundary."""
 
     batch: BatchSizes
-    """Sizes of the config; after a load at another world size, computed from the saved global batch."""
+    """The config's sizes; after a load at another world size, computed from the saved global batch."""
     world_size: int
     earlier_samples: int = 0
     """Correction to the count of samples for steps taken with an earlier batch size."""
-    stepped: int = 0
+    micro_steps: int = 0
     """Calls of `step()` since the last optimizer step."""
     backwards: int = 0
     """Backwards since the last call of `step()`."""
     was_cleared: bool = False
-    """Whether `zero_grad()` discarded backwards since the last call of `step()`, which may follow nevertheless."""
+    """Whether `zero_grad()` discarded backwards since the last call of `step()`; `step()` is still allowed."""
     boundary_override: bool | None = None
-    """Whether the current micro-batch is the last of its step, as set by the caller; None: the engine counts."""
+    """Whether the current micro-batch is the last of its step, if set by the caller; None if the engine counts."""
 
     @property
     def is_new(self) -> bool:
         """Whether the step has had no backward yet."""
-        return not (self.stepped or self.backwards)
+        return not (self.micro_steps or self.backwards)
 
     @property
     def is_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
         if self.boundary_override is not None:
             return self.boundary_override
-        return self.stepped + 1 >= self.batch.accumulation_steps
+        return self.micro_steps + 1 >= self.batch.accumulation_steps
 
     def end_micro_batch(self, *, boundary: bool) -> None:
         """Count a call of `step()`; at a `boundary` start the next accumulation."""
         self.backwards, self.was_cleared = 0, False
-        self.stepped = 0 if boundary else self.stepped + 1
+        self.micro_steps = 0 if boundary else self.micro_steps + 1
 
     def restart(self) -> None:
         """Discard the micro-batches of the current step."""
-        self.stepped, self.backwards, self.was_cleared = 0, 0, False
+        self.micro_steps, self.backwards, self.was_cleared = 0, 0, False
 
     def resize(self, batch: BatchSizes, steps: int) -> None:
         """Use other batch sizes after `steps` optimizer steps."""
         self.earlier_samples += steps * (self.batch.train_batch_size - batch.train_batch_size)
         self.batch = batch
 
-    def batch_of(self, train_batch_size: int) -> BatchSizes:
-        """Return the batch sizes with that many samples a step, by another number of micro-batches.
+    def batch_with_size(self, train_batch_size: int) -> BatchSizes:
+        """Return the batch sizes with that many samples per step, in another number of micro-batches.
 
         Raises UsageError as `of_train_batch_size` does, and within a step.
         """
@@ -101,7 +101,7 @@ class Accumulation:
 
 @dataclass(eq=False, repr=False)
 class TrainingLoader:
-    """Micro-batches of one rank; each `iter` ends with an epoch. `position` counts the samples used, over all ranks and
+    """Micro-batches of one rank; each `iter` ends with an epoch. `position` counts the used samples, over all ranks and
     epochs."""
 
     data: Dataset[Any]
@@ -123,7 +123,7 @@ class TrainingLoader:
         self.num_samples = len(self.data)
         if self.samples_per_epoch == 0:
             raise UsageError(
-                f"training_data has {self.num_samples} samples, fewer than one batch ({self.batch.train_batch_size}); give "
+                f"training_data has {self.num_samples} samples, fewer than one batch ({self.batch.train_batch_size}); use "
                 "more data or a smaller train_batch_size"
             )
 
@@ -133,7 +133,7 @@ class TrainingLoader:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of an epoch, by which it advances `position`."""
+        """Samples of an epoch, by which `position` advances."""
         if self.drop_last:
             return self.num_samples // self.batch.train_batch_size * self.batch.train_batch_size
         return self.num_samples
@@ -148,35 +148,35 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = divmod(self.position, self.samples_per_epoch)
-        positions: deque[int] = deque()  # after each micro-batch in torch's loader
+        positions: deque[int] = deque()  # after each micro-batch that torch's loader has drawn
 
         def indices() -> Iterator[list[int]]:
-            for stop, mine in self._rounds(epoch, first):
+            for stop, samples in self._rounds(epoch, first):
                 positions.append(stop)
-                yield mine
+                yield samples
 
         loader: DataLoader[Any] = DataLoader(
             self.data,
             batch_sampler=indices(),
             collate_fn=self.collate_fn,
-            # Else each `iter` draws from torch's default one: a resumed run, with one more `iter`, gets other dropout masks.
+            # Otherwise each `iter` draws from torch's default generator: a resumed run, with one more, gets other dropout.
             generator=torch.Generator(),
         )
         for batch in loader:
-            # Before the batch is used: a checkpoint after its step counts it.
+            # Set before the batch is used, so that a checkpoint after its step counts it.
             self.position = positions.popleft()
             yield batch
 
     def _rounds(self, epoch: int, first: int) -> Iterator[tuple[int, list[int]]]:
         """Yield, for each round of an epoch from its sample `first` on, the position after it and this rank's samples."""
-        start_of_epoch = epoch * self.samples_per_epoch
+        epoch_start = epoch * self.samples_per_epoch
         generator = torch.Generator().manual_seed(self.seed + epoch)
         order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
         while first < self.samples_per_epoch:
             stop = min(first + self._round_size, self.samples_per_epoch)
-            each = -(-(stop - first) // self.world_size)
-            start = first + self.rank * each
-            yield start_of_epoch + stop, [order[i % self.num_samples] for i in range(start, start + each)]
+            per_rank = -(-(stop - first) // self.world_size)
+            start = first + self.rank * per_rank
+            yield epoch_start + stop, [order[i % self.num_samples] for i in range(start, start + per_rank)]
             first = stop
 
 
@@ -198,7 +198,7 @@ def take_batches(data_iter: Iterator[Any], count: int) -> list[Any]:
 
 
 def call_with(model: Callable[..., Any], batch: Any) -> Any:
-    """Call the model on a micro-batch and return its output: a mapping gives keyword arguments, a tuple or list arguments."""
+    """Call the model on a micro-batch: a mapping of keyword arguments, a tuple or list of arguments, or one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
@@ -206,7 +206,7 @@ def call_with(model: Callable[..., Any], batch: Any) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set the model to eval mode without gradients within the block, then restore the mode of each module."""
+    """Set the model to eval mode, without gradients, within the block; then restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -227,7 +227,7 @@ def loss_of(output: Any) -> torch.Tensor:
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         what = f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(output).__name__
         raise UsageError(
-            f"expected a model that returns its loss of one element, got {what}: return it alone, as .loss, or in front"
+            f"expected a model that returns a loss of one element, got {what}: return it alone, as .loss, or as the first item"
         )
     return found
 

@@ -207,7 +207,7 @@ class Training:
     def restart_accumulation(self) -> None:
         """Discard the gradients of this step, and count its micro-batches from 0."""
         self._forget_gradients()
-        self.counters.micro_steps -= self.accumulation.stepped
+        self.counters.micro_steps -= self.accumulation.micro_steps
         self.accumulation.restart()
 
     def _forget_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""Laying a model out over ranks and tiers: stores, records, units, gradients."""
+"""Creates a run: opens the store, lays the model out over ranks and tiers, and connects the parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zstore.ranks.world import World, agree_any
 
 from ..activations.checkpointing import checkpoint_blocks
 from ..activations.offload import ActivationOffload, make_tier
-from ..build.model import check_model, normalize_in_type_of_statistics, place_buffers
+from ..build.model import cast_for_running_statistics, check_model, place_buffers
 from ..build.store import BuiltModel, Layout, open_run_store, warn_of_fallbacks
 from ..config.config import Config
 from ..optim.optimizer import ZeroOptimizer, group_of_parameters
@@ -39,9 +39,9 @@ def wire(
     files: Files | None = None,
     streams: Streams | None = None,
 ) -> Training:
-    """Return the run of `model` as the config says (all ranks); the model is changed in place.
+    """Return the run of `model` that the config describes (all ranks); the model is changed in place.
 
-    `files` is the run's access to its disks, `streams` run copies between host and device.
+    `files` accesses the run's disks, and `streams` run copies between host and device.
     """
     offloads_parameters = config.offload_param.device != "none"
     sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
@@ -55,8 +55,8 @@ def wire(
         checkpoint_blocks(model)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
-    # Before anything is changed: a folder that cannot be used leaves the model unchanged.
-    built = BuiltModel(model, world, copies=config.frozen)
+    # First, so that a folder that cannot be used leave_device the model unchanged.
+    built = BuiltModel(model, world, may_copy=config.frozen)
     streams = streams or streams_for(world.device)
     slots = {name: rule.slots(kernels[groups[p]], p.shape, world.world_size) for name, _, p in names if p in groups}
     plan, store = open_run_store(
@@ -68,7 +68,7 @@ def wire(
     try:
         buffer_type = config.settings.data_types.buffer_dtype
         place_buffers(model, world, None if buffer_type is None else PRECISIONS[buffer_type])
-        normalize_in_type_of_statistics(model)
+        cast_for_running_statistics(model)
         state = OptimizerState(
             store,
             kernels,
@@ -84,7 +84,7 @@ def wire(
             [(*name, groups.get(name[2])) for name in names],
             partial(state.add, types=gradient_types(config, world.world_size, PRECISIONS)),
         )
-        built.end()
+        built.unwatch()
         warn_of_fallbacks(store, world)
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
         units = find_units(model, {record.parameter: record for record in records}, live_numel)
@@ -140,9 +140,9 @@ def _gradient_rules(
 ) -> GradientRules:
     on_host = {record for record in state.scalars if plan.placements[record.name].gradient == "host"}
     in_backward = StepMode(config.step_overlap) is StepMode.BACKWARD
-    # Without other ranks, gradients for host memory are copied off the device as they arrive.
-    leaves = bool(state.spilled) or (bool(on_host) and not state.transfers.streams.device_is_host)
-    by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))
+    # Without other ranks, gradients for host memory are copied from the device as they arrive.
+    leave_device = bool(state.spilled) or (bool(on_host) and not state.transfers.streams.device_is_host)
+    by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leave_device))
     each_backward = by_unit and not config.frozen
     return GradientRules(
         each_backward=each_backward,

@@ -288,7 +288,7 @@ def check_deepspeeds_names(run: Run) -> None:
     for other in (run.engine.module.frozen.weight, nn.Parameter(torch.zeros(1))):
         assert safe_access.safe_get_full_fp32_param(other) is None
         assert safe_access.safe_get_full_grad(other) is None
-        with pytest.raises(UsageError, match="trained by no open engine"):
+        with pytest.raises(UsageError, match="is not trained by any open engine"):
             safe_access.safe_set_full_fp32_param(other, torch.zeros(1))
 
 

@@ -19,7 +19,7 @@ from tests.engine.transformers_models import checkpoint_layers
 from tests.waiting import until
 from zstore import checkpointing
 from zstore.engine import Engine
-from zstore.engine.activations.checkpointing import _Process, checkpoint_blocks
+from zstore.engine.activations.checkpointing import _ProcessSettings, checkpoint_blocks
 from zstore.errors import BudgetError, ConfigError, DiskFullError, StorageError, UsageError
 from zstore.io.memory import PAGE_BYTES
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
@@ -314,7 +314,7 @@ def test_layers_of_transformers_that_are_checkpointed_by_the_switch_or_by_themse
 
 
 def test_configure_keeps_inputs_on_the_host(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(_Process, "in_cpu", None)
+    monkeypatch.setattr(_ProcessSettings, "in_cpu", None)
     assert not checkpointing.is_configured()
     config = {"train_batch_size": "unread", "activation_checkpointing": {"cpu_checkpointing": True}}
     checkpointing.configure(None, config, partition_activations=True, profile=True)

@@ -284,8 +284,8 @@ def _resume(rank: int, folder: str, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("total", "micro", "advice"),
     [
-        (6, 6, r'world sizes that can are 1; write "train_micro_batch_size_per_gpu": 3, which keeps it, 1 to a step'),
-        (3, 2, r"no micro-batch does among 2 ranks; it divides among 1, 3"),
+        (6, 6, r'world sizes that can are 1; set "train_micro_batch_size_per_gpu": 3, 1 per step'),
+        (3, 2, r"no micro-batch size works with 2 ranks; the batch can be divided among 1, 3"),
     ],
 )
 def test_a_resume_whose_batch_does_not_divide(total: int, micro: int, advice: str, tmp_path: Path) -> None:

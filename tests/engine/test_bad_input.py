@@ -266,7 +266,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(engine: E
         "shallow": r"(?s)of another model or optimizer:.*missing: model/blocks\.1\.norm\.weight.*and 8 more",
         "wide": r"(?s)model/embed\.weight: shape \(1203, 64\) in the checkpoint, \(1203, 56\) here",
         "sgd": r"(?s)missing: optimizer/exp_avg/start.*not in the model or its optimizer: optimizer/momentum_buffer/",
-        "groups": r"parameter groups, the optimizer has 1: make the same groups",
+        "groups": r"parameter groups, the optimizer has 1: create the same groups",
     }
     for tag, message in refused.items():
         with pytest.raises(CheckpointMismatchError, match=message) as caught:

@@ -184,7 +184,7 @@ def test_a_model_that_was_not_given_to_the_engine_says_what_to_do(tmp_path: Path
         model.layers[0].weight.add_(1)
     plain = seeded(Stack).state_dict()
     for call in (lambda: model(torch.zeros(2, 128)), model.state_dict, lambda: model.load_state_dict(plain)):
-        with pytest.raises(UsageError, match=r"built within zstore.Init.*give the model to zstore.initialize\(\)"):
+        with pytest.raises(UsageError, match=r"built within zstore.Init.*pass the model to zstore.initialize\(\)"):
             call()
     with init:
         model.load_state_dict(seeded(Stack, 7).state_dict())

@@ -118,7 +118,7 @@ def test_a_gradient_of_something_else_is_neither_scaled_nor_counted(nvme: Path) 
         out.loss.backward()
         assert all_released(engine)
         engine.step()
-        with pytest.raises(UsageError, match=r"loss\.backward\(\) serves too"):
+        with pytest.raises(UsageError, match=r"loss\.backward\(\) works too"):
             engine.step()
 
 

@@ -15,7 +15,7 @@ from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.checkpoint.record import batch_for
+from zstore.engine.checkpoint.record import resumed_batch
 from zstore.engine.config.resolve import BatchSizes
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
 from zstore.testing.ranks import run_ranks
@@ -109,7 +109,7 @@ def test_a_model_that_differs(saved: tuple[Path, dict[str, Any]], caplog: pytest
         assert engine_digests(engine) == mine
         with caplog.at_level(logging.WARNING):
             engine.load_checkpoint(str(folder), load_module_strict=False)
-        assert "is loaded in part:" in caplog.text
+        assert "is loaded partially:" in caplog.text
         assert "missing: optimizer/exp_avg/score.bias" in caplog.text
         after, both = engine_digests(engine), theirs["weights"] | theirs["slots"]
         for name in after:
@@ -152,7 +152,7 @@ def test_the_batch_to_choose_is_named() -> None:
     training: Any = SimpleNamespace(world=SimpleNamespace(world_size=2), accumulation=accumulation)
     micro, trainer = '"train_micro_batch_size_per_gpu": 4, 1 per step', "gradient_accumulation_steps must be 4"
     with pytest.raises(CheckpointMismatchError, match=f"{micro}.*{trainer}"):
-        batch_for(training, {"train_batch_size": 8}, saved_world_size=1)
+        resumed_batch(training, {"train_batch_size": 8}, saved_world_size=1)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

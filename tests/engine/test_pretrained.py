@@ -221,7 +221,7 @@ def test_types_that_are_not_trained_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(16)}, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match="which gives list"):
+    with pytest.raises(UsageError, match="which returned a list"):
         zstore.from_pretrained(list, tmp_path)
     with pytest.raises(UsageError, match=r"from_pretrained\(\) within"), zstore.Init(config=config_of(tmp_path)):
         zstore.from_pretrained(list, tmp_path)

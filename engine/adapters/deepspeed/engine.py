@@ -142,7 +142,7 @@ class DeepSpeedEngine(Engine):
             optimizer.optimizer = optimizer.client
             optimizer.parameter_offload = ParameterOffload()
         # Scripts call state_dict() on every rank, and save rank 0's: like DeepSpeed's it is empty, and not usable as weights.
-        self.access.guard.emit_empty_tensors(logs=self.global_rank == 0)
+        self.access.guard.emit_empty_tensors(warns=self.global_rank == 0)
         if training.config.stage == 3:
             for record in training.state.records:
                 whole = record.residency is Residency.RESIDENT
