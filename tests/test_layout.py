@@ -49,10 +49,10 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_755,
+        53_745,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_128),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_482),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_124),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_476),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_044),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 43_929),
@@ -60,10 +60,10 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 3_998),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        19_614,
+        19_612,
     ),
     "files of the core": (lambda: len(_layout().core), 25),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 6_960),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 6_948),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
     "widest hub": (lambda: max(map(len, _layout().imports.values())), 21),
     "rooms inside engine": (lambda: _rooms("engine")[0], 16),
