@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from zstore.checkpoint import Catalog, Folder, TagInfo, list_nested, list_tags, shared_bytes, stored_files
+from zstore.checkpoint import Folder, TagInfo, list_nested, list_tags, shared_bytes, stored_files
 from zstore.errors import CheckpointNotFoundError, format_bytes
 from zstore.open.sources import folder_of
 
@@ -48,10 +48,7 @@ def ls_command(folder: FolderLocation, common: Listing = DEFAULTS) -> int:
     """
     place = folder_of(folder, common.storage_options)
     nested = list_nested(place)
-    try:
-        found = list_tags(place)
-    except CheckpointNotFoundError:
-        found = Catalog(tags=(), refusals=())
+    found = list_tags(place)
     refusals = found.refusals + nested.refusals
     entries = list_entries(found.tags + nested.tags, time.time_ns(), place)
     if common.json and (entries or refusals):

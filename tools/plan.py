@@ -64,9 +64,7 @@ class PlanOptions:
         """Refuse options that name no model, or two."""
         num_given = 3 - (self.params, self.hidden, self.layers).count(None)
         if num_given != (3 if self.model is None else 0):
-            raise UsageError(
-                "name one model: --model gpt-base (or a transformers folder), or --params, --hidden and --layers together"
-            )
+            raise UsageError("give --model gpt-base (or a transformers folder), or --params, --hidden and --layers")
 
 
 def plan_command(options: PlanOptions, json: Json = False) -> int:
