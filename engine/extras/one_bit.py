@@ -376,7 +376,7 @@ class OneBitStep(Stepper):
 
         try:
             with torch.no_grad():
-                self._state.change_whole([self._state.array_names[record] for record in mine], step)
+                self._state.change_in_one_pass([self._state.array_names[record] for record in mine], step)
         except Exception as error:
             self._world.watch.report_error(error)  # other ranks wait in an exchange
             raise

@@ -196,7 +196,7 @@ class QuantizedReducer(_Quantized):
     def __init__(self, world: World, bits: int, *, group_size: int) -> None:
         self.bits = bits
         self.hops: Sequence[World]
-        self.hops = make_groups(world, group_size) if group_size < world.world_size else [world.second()]
+        self.hops = make_groups(world, group_size) if group_size < world.world_size else [world.on_new_group()]
 
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> QuantizedReduction:
         """Start the reduction of `matrix` [world, cols] (all ranks, in one order)."""

@@ -209,8 +209,8 @@ def optimizer_from_config(config: OptimizerSection, parameters: Any, model: nn.M
 
 
 def _as_groups(parameters: Iterable[Any]) -> Groups:
-    """Return group dicts, for torch to make the groups that it would: frozen parameters and empty groups stay, since schedules
-    count groups. Parameters alone, or with names, make one group; for duplicates the first entry counts."""
+    """Return group dicts from which torch makes the same groups: frozen parameters and empty groups stay, since schedules
+    count groups. Parameters without groups, or with names, form one group; for duplicates the first entry counts."""
     items = list(parameters)
     are_groups = bool(items) and isinstance(items[0], Mapping)
     groups = [dict(group) for group in items] if are_groups else [{"params": items}]

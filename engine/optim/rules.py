@@ -118,7 +118,7 @@ class ClientStep(Stepper):
     def run(self, changes: Changes) -> None:
         records = [record for record in changes.records if record.numel]
         groups = [[model_array(record.name)] for record in records]
-        self._state.change_whole(groups, lambda: self._step(records, changes))
+        self._state.change_in_one_pass(groups, lambda: self._step(records, changes))
 
     def _step(self, records: Sequence[ParameterRecord], changes: Changes) -> None:
         masters = [self._state.whole_master(record) for record in records]

@@ -269,7 +269,7 @@ class OptimizerState:
         casts = record.stored_array is None and not self.is_master(record)
         return InPlace(names, arrays[0], arrays[1:], rows, casts)
 
-    def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
+    def change_in_one_pass(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
         """Call `change` once, in a pass that has begun all of `groups`: nothing else reads the arrays meanwhile."""
         with self.open_pass(groups, "update") as tiles:
             for tile in tiles:

@@ -104,7 +104,7 @@ class Update:
         """Settings of the last update in a backward."""
         self.tickets = Tickets(state)
         self._is_inconsistent = False
-        """Whether a block of `changing`, or an abandoned update, has left the state partly modified."""
+        """Whether a block of `changing`, or an abandoned update, has modified only a part of the state."""
         self._fetcher = fetcher
         self._workers: Workers | None = None
         self._running: Ticket[None] | None = None
@@ -252,7 +252,7 @@ class Update:
         self.agree()
 
     def drain(self) -> None:
-        """Wait for an update in the background on this rank; the caller calls `agree` next (one rank alone does here)."""
+        """Wait for an update in the background on this rank; with several ranks the caller calls `agree` next."""
         if self.phase is UpdatePhase.IN_BACKGROUND:
             self.join()
             if self.world.world_size == 1:

@@ -96,7 +96,7 @@ class ParameterRecord:
     """Gathers the released parameter for an operation (a function of torch), or raises UsageError; may return a function
     to call with the operation's output. None: it cannot be gathered."""
     gather_for_copy: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
-    """Gathers released parameters to copy them; None: one rank alone cannot."""
+    """Gathers released parameters to copy them; None: that needs all ranks."""
     detaches_empty: bool = False
     """Whether `detach()` of the released parameter returns an empty tensor, for its module's state dict."""
     is_rounded: bool = False
@@ -272,9 +272,9 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         """Execute an operation with released parameters. Raises UsageError if they cannot be gathered."""
         kwargs = kwargs or {}
-        others = (*args[1:], *kwargs.values())
-        is_known = func in _WITHOUT_VALUES and not (others and func is torch.Tensor.type)
-        if is_known and not any(isinstance(other, ReleasedParameter) for other in others):
+        operands = (*args[1:], *kwargs.values())
+        needs_none = func in _WITHOUT_VALUES and not (operands and func is torch.Tensor.type)
+        if needs_none and not any(isinstance(operand, ReleasedParameter) for operand in operands):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.detach and args[0].record.detaches_empty:

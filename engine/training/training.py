@@ -118,7 +118,11 @@ class Training:
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
         """Accumulate the gradients of one micro-batch: of its loss times the loss scale, with `divide` divided by the
         number of accumulation steps. If that fails, the accumulation starts over."""
-        scaled = self.scaled(loss, divide=divide)
+        scaled = loss.float()
+        if divide and self.accumulation.batch.accumulation_steps > 1:
+            scaled = scaled / self.accumulation.batch.accumulation_steps
+        if self.scaler.scale != 1.0:
+            scaled = scaled * self.scaler.scale
         self.begin_backward()
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -126,13 +130,6 @@ class Training:
             self.abandon_backward(raised)
             raise
         self.end_backward()
-
-    def scaled(self, loss: torch.Tensor, *, divide: bool = True) -> torch.Tensor:
-        """Return the micro-batch loss with loss scale and accumulation divisor applied."""
-        scaled = loss.float()
-        if divide and self.accumulation.batch.accumulation_steps > 1:
-            scaled = scaled / self.accumulation.batch.accumulation_steps
-        return scaled if self.scaler.scale == 1.0 else scaled * self.scaler.scale
 
     def begin_backward(self) -> None:
         """Prepare for the backward of a micro-batch; call `end_backward` or `abandon_backward` next."""

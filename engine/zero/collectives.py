@@ -3,7 +3,7 @@
 [Note: buckets]
 A bucket is a matrix [world, cols] whose row r has rank r's rows of several parameters side by side, with padding. Larger
 parameters are cut at shard columns. On gloo a bucket has at most 4 Mi elements: larger ones are no faster, and each step
-would fault their pages in anew (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
+would fault their pages in again (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
 
 [Note: the mean]
 On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in fp32, times 1/world, rounded once to the
@@ -401,7 +401,7 @@ class Reductions:
     """Pending reductions of gradients, oldest first; a backward's reductions have their own process group."""
 
     def __init__(self, world: World, rules: GradientRules) -> None:
-        self._world = world.second() if rules.each_backward else world
+        self._world = world.on_new_group() if rules.each_backward else world
         self._rules = rules
         self._limit_numel = bucket_limit(self._world, rules.bucket_numel)
         self._pending: deque[tuple[PendingReduction, Put]] = deque()

@@ -64,7 +64,7 @@ def test_boards_share_posts_and_a_store_that_is_gone_is_not_asked_for_minutes(mo
 def _in_groups_of_two(rank: int) -> dict[str, Any]:
     world = World.current()
     within, between = make_groups(world, 2)
-    second = world.second()
+    second = world.on_new_group()
     found: dict[str, Any] = {}
     mine = torch.full((3,), float(rank))
     for name, one in (("world", second), ("within", within), ("between", between)):
@@ -254,7 +254,7 @@ def _exchange(rank: int) -> dict[str, Any]:
     values = world.all_gather_object({"rank": rank, "text": "é" * rank})
     first = world.broadcast_object(["from", rank], source=1)
     world.all_gather_object(None)
-    second = world.second()
+    second = world.on_new_group()
     send = torch.arange(world.world_size * 3, dtype=torch.bfloat16).view(world.world_size, 3) + 10 * rank
     out = torch.empty_like(send)
     second.all_to_all(out, send, kind="reduce_scatter").wait()
@@ -276,7 +276,7 @@ def _exchange(rank: int) -> dict[str, Any]:
 
 def _threads_of_a_second_group(world: World) -> list[int]:
     counts = [_count_threads()]
-    second = world.second()
+    second = world.on_new_group()
     assert second is not world
     parts = torch.ones(world.world_size, 4)
     for _ in range(3):
@@ -381,7 +381,7 @@ def test_a_rank_that_sees_one_device_computes_on_it(visible: int, index: int, mo
 def test_a_world_of_one_needs_no_process_group() -> None:
     world = World.current()
     assert (world.rank, world.world_size, world.backend) == (0, 1, None)
-    assert world.second() is world
+    assert world.on_new_group() is world
     assert world.all_gather_object({"a": 1}) == [{"a": 1}]
     assert world.broadcast_object(3) == 3
     out = torch.zeros(2)

@@ -101,7 +101,7 @@ class World:
     group: torch_dist.ProcessGroup | None = None
     """Process group of the collectives; None: the default group."""
     links: LinkCounters = field(default_factory=LinkCounters)
-    """Bytes that this rank sent to others and the time waited, by `Kind`. A second world on another group shares them."""
+    """Bytes that this rank sent to other ranks and the time waited, by `Kind`; shared with worlds on other groups."""
     watch: Watch = field(default_factory=Watch)
     """Fails all ranks if one fails, once it has been started; worlds of one run share it."""
     messages: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class World:
 
     @property
     def sent_bytes(self) -> Counter[str]:
-        """Bytes that this rank sent to others, by `Kind`."""
+        """Bytes that this rank sent to other ranks, by `Kind`."""
         return Counter({kind: link.bytes for kind, link in self.links.statistics().items() if kind in get_args(Kind)})
 
     @staticmethod
@@ -135,7 +135,7 @@ class World:
             device=cuda_device(local_rank) if backend == "nccl" else torch.device("cpu"),
         )
 
-    def second(self) -> World:
+    def on_new_group(self) -> World:
         """Return the same ranks on a separate process group (a collective); on a single rank, this world itself.
 
         Collectives on two groups need no common order: one group may wait without blocking the other.
@@ -150,7 +150,7 @@ class World:
         return replace(self, group=group, messages={}, received={})
 
     def release(self) -> None:
-        """Destroy the process group that `second` made, once no collective on it is running; a second call does nothing.
+        """Destroy the process group that `on_new_group` made, once no collective on it is running; a second call does nothing.
 
         Its threads end here: at interpreter shutdown a thread that still has a tensor would abort the process.
         """
