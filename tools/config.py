@@ -115,7 +115,7 @@ def _print(
         console.print(table)
     if not resolved:
         return
-    console.print(f"with {format_count(world_size, 'rank')}:")
+    console.print(f'with {format_count(world_size, "rank")}, unless the script or its Trainer sets an "auto" key:')
     for key, value in resolved.items():
         console.print(f"  {key} = {'unset' if value is None else value}", soft_wrap=True)
     for key in open_keys:

@@ -84,6 +84,10 @@ def write_folder(
 
     Raises CheckpointError, with the tensors named and nothing published, for values that their type cannot hold.
     """
+    has_peft_names = any(weight.name != weight.array.partition("/")[2] for weight in layouts[0].weights)
+    if has_peft_names and "config.json" in beside.files:
+        del beside.files["config.json"]
+        beside.skipped.append("config.json (next to it, transformers would expect the whole model)")
     with new_folder(source.resources.files, target) as folder:
         lost = write_weights(source, layouts, folder, overflow="error", advance=progress.advance)
         refuse_lost(lost, dtype)

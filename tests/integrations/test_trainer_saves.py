@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from tests import warm
 from tests.integrations.tokens import preferences, sentences, tokenizer, write_bert
-from tests.integrations.trainers import VOCAB, Texts, config, history, open_door, train, weights
+from tests.integrations.trainers import VOCAB, Texts, config, history, llama, open_door, train, weights
 from tests.pages import ROOT, blocks
 from zstore.engine.adapters.deepspeed.engine import DeepSpeedEngine, complete_saves
 from zstore.engine.api.initialize import initialize
@@ -188,7 +188,10 @@ def _page(rank: int, folder: str) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     names: dict[str, Any] = {"SHAPE": {**shape, "vocab_size": VOCAB}, "DATA": Texts(8), "CPU": True}
     names |= {"TOKENIZER": tokenizer(), "PREFERENCES": preferences(8), "SENTENCES": sentences(), "SWAP_FOLDER": folder}
-    names |= {name: str(place / name) for name in ("OUT", "DPO_OUT", "SENTENCES_OUT", "STATE", "WEIGHTS")}
+    names |= {
+        name: str(place / name) for name in ("OUT", "BASE", "LORA_OUT", "DPO_OUT", "SENTENCES_OUT", "STATE", "WEIGHTS")
+    }
+    llama().save_pretrained(names["BASE"])  # type: ignore[operator]
     write_bert(place / "bert")
     names["SENTENCE_MODEL"] = SentenceTransformer(str(place / "bert"), device="cpu")
     for block in blocks("docs/trainer.md"):
@@ -197,6 +200,7 @@ def _page(rank: int, folder: str) -> None:
     assert names["newest"] == Path(names["OUT"]) / "checkpoint-4"
     assert {path.name for path in Path(names["OUT"]).glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     assert all((Path(names[name]) / "model.safetensors").exists() for name in ("OUT", "SENTENCES_OUT", "WEIGHTS"))
+    assert (Path(names["LORA_OUT"]) / "adapter_model.safetensors").exists()
     names["trainer"].accelerator.free_memory()
 
 
