@@ -181,8 +181,25 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
         assert store.statistics().pool_bytes == pool_bytes
         assert store.budget.used_bytes == pool_bytes
         assert (store.get("b.3/w").wait() == values((1000, 400), seed=3) + 1).all()
-    with pytest.raises(UsageError, match=r"open_store\(host_budget_bytes=0\): expected a number of at least 1"):
-        zstore.open_store(host_budget_bytes=0)
+    for budget in (0, "1GB", float("nan"), float("inf")):
+        with pytest.raises(UsageError, match=r"open_store\(host_budget_bytes=.*\): expected a number of bytes"):
+            zstore.open_store(host_budget_bytes=budget)  # type: ignore[arg-type]
+
+
+def test_messages_and_results_are_readable(tmp_path: Path) -> None:
+    with zstore.open_store(tmp_path / "run", host_budget_bytes=4e6) as store:
+        store.put("a/w", torch.zeros(2000, 500))
+        with pytest.raises(BudgetError, match=r"array 'a/w' needs .* or keep the data on disk \(`tier=\"disk\"`"):
+            store.move("a/w", tier="host").wait()
+        with pytest.raises(UsageError, match=r"of shape \(2000, 500\): expected rows"):
+            store.get("a/w", rows=3)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"of shape \(1, 500\), got float32 of \(1, 1\)"):
+            store.update("a/w", torch.zeros(1, 1), rows=slice(0, 1))
+        with pytest.raises(UsageError, match="mode='write': expected 'update' or 'read'"):
+            store.stream(mode="write")  # type: ignore[arg-type]
+        summary = store.checkpoint(tmp_path / "saved").wait()
+        assert summary.known
+        assert "crcs" not in repr(summary)
 
 
 def test_several_tasks_await_the_same_store(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(store: Store) -> Non
 
 def test_a_store_without_a_run_path_has_no_disk() -> None:
     with Store(StoreOptions()) as store:
-        with pytest.raises(UsageError, match="no disk tier; open it with a `run_path`"):
+        with pytest.raises(UsageError, match="no disk tier; open it with a path"):
             create(store, "disk")
         values = create(store, "host")
         store.write("model/w", values).wait()

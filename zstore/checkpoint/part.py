@@ -253,7 +253,7 @@ class SaveSummary:
     all_written_bytes: int
     elapsed_s: float
     """From the request to the commit."""
-    known: Mapping[str, KnownFile]
+    known: Mapping[str, KnownFile] = field(repr=False)
     """Its shard files by array, for the next request."""
     messages: tuple[str, ...]
     """Messages for the user: copies instead of links, leftovers that could not be removed."""

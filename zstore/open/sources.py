@@ -9,11 +9,13 @@ another kind, or is replaced by a concurrent save, the code in the thread reads 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -182,8 +184,12 @@ def open_store(
     """
     from ..store import Store, StoreOptions
 
-    if host_budget_bytes is not None and host_budget_bytes < 1:
-        raise UsageError(f"open_store(host_budget_bytes={host_budget_bytes!r}): expected a number of at least 1")
+    if host_budget_bytes is not None and not (
+        isinstance(host_budget_bytes, Real) and 1 <= host_budget_bytes < math.inf
+    ):
+        raise UsageError(
+            f"open_store(host_budget_bytes={host_budget_bytes!r}): expected a number of bytes, such as 64e9"
+        )
     run_path = None if path is None else user_path(path)
     if run_path is not None:
         Files().make_folder(run_path)

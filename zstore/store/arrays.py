@@ -104,7 +104,7 @@ class ArraysByName(dict[str, StoreArray]):
 def spec_of(name: str, shape: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> ArraySpec:
     """Return the spec of an array that keeps its shape. Raises UsageError if the format cannot store it."""
     try:
-        return ArraySpec(name=name, shape=shape, dtype=dtype, keeps_shape=len(shape) not in (1, 2), dims=dims)
+        return ArraySpec(name=name, shape=tuple(shape), dtype=dtype, keeps_shape=len(shape) not in (1, 2), dims=dims)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -187,10 +187,10 @@ class Store(Shards, AsyncClosing):
         with self._lock:
             array = self._unsharded(name)
             first, _, shape = array.flat_rows(rows)
-            data = flatten(name, value)
-            if tuple(np.shape(value)) != shape or data.dtype.name != array.spec.dtype:
+            data, value_shape = flatten(name, value), tuple(np.shape(value))
+            if value_shape != shape or data.dtype.name != array.spec.dtype:
                 raise UsageError(
-                    f"array {name!r}: expected {array.spec.dtype} of shape {shape}, got {data.dtype.name} of {np.shape(value)}"
+                    f"array {name!r}: expected {array.spec.dtype} of shape {shape}, got {data.dtype.name} of {value_shape}"
                 )
             return self.write(name, data, first)
 
@@ -229,6 +229,8 @@ class Store(Shards, AsyncClosing):
             arrays = [self._unsharded(name) for name in (self._arrays if names is None else names)]
         if prefetch < 0:
             raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
+        if mode not in ("update", "read"):
+            raise UsageError(f"mode={mode!r}: expected 'update' or 'read'")
         return ArrayIterator(arrays, self.get, self.update, self, self._in_background, prefetch, mode)
 
     def names(self) -> list[str]:
