@@ -184,9 +184,8 @@ def open_store(
     """
     from ..store import Store, StoreOptions
 
-    if host_budget_bytes is not None and not (
-        isinstance(host_budget_bytes, Real) and 1 <= host_budget_bytes < math.inf
-    ):
+    is_number = isinstance(host_budget_bytes, Real)  # untyped callers may pass anything
+    if host_budget_bytes is not None and not (is_number and 1 <= host_budget_bytes < math.inf):
         raise UsageError(
             f"open_store(host_budget_bytes={host_budget_bytes!r}): expected a number of bytes, such as 64e9"
         )
