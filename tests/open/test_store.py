@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ import zstore
 from tests import warm
 from tests.open.api import LARGE, shown, table, values
 from tests.pages import blocks
+from tests.waiting import until
 from zstore.errors import BudgetError, CheckpointExistsError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
-from zstore.io import run_in_thread
+from zstore.io import Pool, run_in_thread
 from zstore.store import Store, StoreOptions
 from zstore.store.arrays import ArrayOrder
 from zstore.testing.faults import GatedFiles
@@ -182,8 +185,33 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
         assert store.budget.used_bytes == pool_bytes
         assert (store.get("b.3/w").wait() == values((1000, 400), seed=3) + 1).all()
     for budget in (0, "1GB", float("nan"), float("inf")):
-        with pytest.raises(UsageError, match=r"open_store\(host_budget_bytes=.*\): expected a number of bytes"):
+        with pytest.raises(UsageError, match="expected a number of bytes as host_budget_bytes, got"):
             zstore.open_store(host_budget_bytes=budget)  # type: ignore[arg-type]
+
+
+def test_a_pass_frees_its_memory_without_the_cyclic_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs: list[weakref.ref[Any]] = []
+    make_pool = Store.make_pool
+
+    def recorded(store: Store, nbytes: int) -> Pool:
+        pool = make_pool(store, nbytes)
+        slabs.append(weakref.ref(pool._slab.base))
+        return pool
+
+    monkeypatch.setattr(Store, "make_pool", recorded)
+    with zstore.open_store(tmp_path) as store:
+        for i in range(4):
+            store.put(f"a/{i}", torch.zeros(LARGE)).wait()
+        gc.collect()
+        gc.disable()
+        try:
+            for _, value in store.stream():
+                value.add_(1)
+            del value
+            until(lambda: all(slab() is None for slab in slabs), "the pass keeps its memory")
+            assert slabs
+        finally:
+            gc.enable()
 
 
 def test_messages_and_results_are_readable(tmp_path: Path) -> None:
@@ -191,15 +219,11 @@ def test_messages_and_results_are_readable(tmp_path: Path) -> None:
         store.put("a/w", torch.zeros(2000, 500))
         with pytest.raises(BudgetError, match=r"array 'a/w' needs .* or keep the data on disk \(`tier=\"disk\"`"):
             store.move("a/w", tier="host").wait()
-        with pytest.raises(UsageError, match=r"of shape \(2000, 500\): expected rows"):
-            store.get("a/w", rows=3)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"of shape \(1, 500\), got float32 of \(1, 1\)"):
             store.update("a/w", torch.zeros(1, 1), rows=slice(0, 1))
         with pytest.raises(UsageError, match="mode='write': expected 'update' or 'read'"):
             store.stream(mode="write")  # type: ignore[arg-type]
-        summary = store.checkpoint(tmp_path / "saved").wait()
-        assert summary.known
-        assert "crcs" not in repr(summary)
+        assert "crcs" not in repr(store.checkpoint(tmp_path / "saved").wait())
 
 
 def test_several_tasks_await_the_same_store(tmp_path: Path) -> None:

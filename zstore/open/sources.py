@@ -186,9 +186,7 @@ def open_store(
 
     is_number = isinstance(host_budget_bytes, Real)  # untyped callers may pass anything
     if host_budget_bytes is not None and not (is_number and 1 <= host_budget_bytes < math.inf):
-        raise UsageError(
-            f"open_store(host_budget_bytes={host_budget_bytes!r}): expected a number of bytes, such as 64e9"
-        )
+        raise UsageError(f"open_store: expected a number of bytes as host_budget_bytes, got {host_budget_bytes!r}")
     run_path = None if path is None else user_path(path)
     if run_path is not None:
         Files().make_folder(run_path)

@@ -23,7 +23,7 @@ from .arrays import ArrayOrder, ArraysByName, StoreArray, flatten
 from .options import RunFolders, StoreOptions, StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, MemoryTier, Mode, Tier, Tile
-from .tiers.base import MOVING, Batch, Snapshot, TierName, View, copy_into, copy_out
+from .tiers.base import Batch, Snapshot, TierName, View, copy_into, copy_out
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,7 @@ class Shards:
         target_tier = self._choose_tier(local, tier)
         if target_tier is source_tier:
             return
-        moved = replace(local, spec=replace(local.spec, name=f"{name}{MOVING}"))
+        moved = replace(local, spec=replace(local.spec, name=f"{name}\0moving"))  # callers' names cannot have this form
         self._create(moved, tier)
         try:
             with contextlib.closing(self.tiles([[name, moved.spec.name]], "fill", modes={name: "read"})) as tiles:

@@ -43,6 +43,10 @@ class PendingTickets:
         """Return the tickets, in the order of addition."""
         return list(self._tickets.values())
 
+    def clear(self) -> None:
+        """Stop tracking all tickets, which refer to this object and keep the memory of their operations alive."""
+        self._tickets.clear()
+
 
 class ArrayIterator:
     """An iterator over (name, value) pairs of whole arrays, for `for` or `async for`. Created by `Store.stream`.
@@ -159,7 +163,7 @@ class ArrayIterator:
                 buffer.release()
             self._prefetched.clear()
             errors = [error for ticket in self._writes.all() if (error := ticket.error()) is not None]
-            self._writes = PendingTickets()
+            self._writes.clear()
             if self._pool is not None:
                 self._shards.drop_pool(self._pool)
                 self._pool = None

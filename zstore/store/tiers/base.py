@@ -34,8 +34,6 @@ from ...io.closing import Closing
 if TYPE_CHECKING:
     import torch
 
-MOVING = "\0moving"
-"""Suffix of an array's name while `relocate` copies it; callers' names cannot have this form."""
 View = Any
 """A 1-D numpy array (host, disk) or torch tensor (device) of the array's data type."""
 

@@ -16,7 +16,7 @@ from ...format.arrays import Bytes, Grid, LocalShard, numpy_dtype, round_up
 from ...io.memory import HUGE_PAGE_BYTES, Budget, make_slab
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
-from .base import MOVING, ChunkSpan, Mode, Tier, View, busy_error, copy_out, new_version
+from .base import ChunkSpan, Mode, Tier, View, busy_error, copy_out, new_version
 
 if TYPE_CHECKING:
     import torch
@@ -208,7 +208,7 @@ class HostTier(MemoryTier):
         nbytes, shared = round_up(local.nbytes, _ALIGN_BYTES), shared_bytes(local.nbytes)
         with self._lock:
             advice = ', or keep the data on disk (`tier="disk"`; in a config `offload_optimizer.device: nvme`)'
-            self._budget.require(nbytes, f"array {local.spec.name.removesuffix(MOVING)!r}", advice)
+            self._budget.require(nbytes, f"array {local.spec.name.partition(chr(0))[0]!r}", advice)  # see `relocate`
             self._budget.take(nbytes)
             data = self._share(shared) if shared else None
         if data is None:  # without the lock, so that other threads can allocate concurrently
