@@ -280,4 +280,4 @@ def report_left_behind(progress: ProgressBar, companions: Companions) -> None:
     """Say which files of a model were not copied with its weights, and note for `--json` which were."""
     progress.document |= {"companions": companions.copied, "left_behind": companions.skipped}
     if companions.skipped:
-        progress.say(f"left behind: {listed(companions.skipped, _MAX_NAMED)}")
+        progress.say(f"files of the model that were not copied: {listed(companions.skipped, _MAX_NAMED)}")

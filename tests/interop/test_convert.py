@@ -374,7 +374,7 @@ def test_links_of_a_users_own_folder(way: Way, tmp_path: Path, capsys: pytest.Ca
     check(model, tmp_path / "out")
     said = capsys.readouterr().err
     assert f"config.json (a link to {tmp_path}/hf/config.json)" in said
-    (left,) = {line.partition("left behind: ")[2] for line in said.splitlines() if "left behind: " in line}
+    (left,) = {line.partition("were not copied: ")[2] for line in said.splitlines() if "were not copied: " in line}
     for name in ("notes.txt (a link to a missing file)", "added_tokens.json (not a file)", "pytorch_model.bin",
                  "checkpoint-5/", "loop/"):  # fmt: skip
         assert name in left.split(", ")
