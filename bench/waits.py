@@ -24,7 +24,7 @@ from bench.limits import disk_limit
 from bench.links import least_phases, least_seconds, link_rates
 from bench.machine import bench_parser, choose_device, machine, write_figures
 from bench.process import synchronize
-from zstore.tools.sample import SHIPPED, build_model
+from zstore.tools.sample import BUILT_IN_MODELS, build_model
 
 _ROOT = Path(__file__).resolve().parent.parent
 _WARM_UP, _STEPS = 3, 4
@@ -41,7 +41,7 @@ MODES = {
 
 def main() -> None:
     parser = bench_parser(__doc__, device=True)
-    parser.add_argument("--model", default="gpt-small", choices=SHIPPED)
+    parser.add_argument("--model", default="gpt-small", choices=BUILT_IN_MODELS)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--trace", type=Path, help="archive for the traces of the profiler")
     options = parser.parse_args()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from zstore.engine.config.keys import Section, Status, about, description, known_keys, section_of, type_of
+from zstore.engine.config.keys import Section, Status, description, known_keys, section_of, status_of, type_of
 from zstore.engine.config.sections import ConfigSections
 from zstore.engine.config.values import expected, show
 
@@ -41,7 +41,7 @@ def _row(name: str, field: FieldInfo, section: type[Section]) -> str:
 def _rows(section: type[Section], prefix: str = "") -> Iterator[str]:
     """Yield the rows of a section's keys and of the sections in it; keys that several types share are one row."""
     for name, field in section.model_fields.items():
-        if about(field)[0] is not Status.BUILT:
+        if status_of(field)[0] is not Status.ACTIVE:
             continue
         yield _row(prefix + name, field, section)
         inner, of = section_of(field), dict[str, list[str]]()
@@ -65,7 +65,7 @@ def all_keys() -> str:
         rows = [] if inner is None else list(_rows(inner))
         if inner is not None and len(rows) > _FEW:
             tables += ["", f"## {name}", "", inspect.cleandoc(inner.__doc__ or ""), "", *_HEAD, *rows]
-        elif about(field)[0] is Status.BUILT:
+        elif status_of(field)[0] is Status.ACTIVE:
             lines += [_row(name, field, ConfigSections), *(() if inner is None else _rows(inner, f"{name}."))]
     return "\n".join([*lines, *tables]) + "\n"
 
@@ -73,7 +73,7 @@ def all_keys() -> str:
 _FEW = 5
 """Sections of at most so many keys are in the table of the top level."""
 _HEAD = ["| key | value | default | effect |", "|---|---|---|---|"]
-_STATUS = {Status.REFUSED: "refused", Status.NOT_BUILT: "not built", Status.NO_EFFECT: "no effect"}
+_STATUS = {Status.REFUSED: "refused", Status.NOT_IMPLEMENTED: "not implemented", Status.NO_EFFECT: "no effect"}
 
 
 def missing_keys() -> str:
@@ -82,8 +82,8 @@ def missing_keys() -> str:
     for status, shown in _STATUS.items():
         reasons: dict[str, list[str]] = {}
         for path, field in known_keys(ConfigSections):
-            if section_of(field) is None and about(field)[0] is status:
-                reasons.setdefault(about(field)[1], []).append(f"`{path}`")
+            if section_of(field) is None and status_of(field)[0] is status:
+                reasons.setdefault(status_of(field)[1], []).append(f"`{path}`")
         lines += [f"| {', '.join(dict.fromkeys(keys))} | {shown} | {_cell(why)} |" for why, keys in reasons.items()]
     return "\n".join(lines) + "\n\n"
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="Configuration, JSON in the DeepSpeed dialect.", parser=parse_file)
 ]
-WorldSize = Annotated[int, typer.Option(help="Ranks to resolve batch sizes for.", min=1, metavar="N")]
+WorldSize = Annotated[int, typer.Option(help="Number of ranks to resolve batch sizes for.", min=1, metavar="N")]
 Hidden = Annotated[
     int | None,
     typer.Option(help='Hidden size of the model, for bucket sizes that are "auto".', min=1, metavar="N"),
 ]
 
-_ONE_RANK = "note: this is about 1 rank; --world-size N checks the configuration for N"
+_ONE_RANK_NOTE = "note: this is for 1 rank; --world-size N checks the configuration for N ranks"
 
 
 def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = None, json: Json = False) -> int:
@@ -39,8 +39,8 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
     from zstore.engine.config.parse import explain
 
     raw = read_config(file)
-    facts, found = explain(raw)
-    problems = list(map(str, found))
+    facts, errors = explain(raw)
+    problems = list(map(str, errors))
     resolved: dict[str, Any] = {}
     open_keys: list[str] = []
     note = ""
@@ -49,7 +49,7 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
             resolved, open_keys = resolve(load_config(raw, name=str(file)), world_size, hidden_size)
         except ConfigError as error:
             problems = [str(error)]
-            note = _ONE_RANK if world_size == 1 else ""
+            note = _ONE_RANK_NOTE if world_size == 1 else ""
     if json:
         print_json(
             {
@@ -72,26 +72,26 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
 
 
 def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of batch sizes and of each "auto" at a world size, by dotted key, and the keys that only the training
-    script can answer. Raises ConfigError if sizes conflict."""
-    from zstore.engine.config.resolve import ResolveContext, open_keys, stand_ins
+    """Return the batch sizes and the values of each "auto" at a world size, by dotted key, and the keys that only the
+    training script can provide. Raises ConfigError if sizes conflict."""
+    from zstore.engine.config.resolve import ResolveContext, open_keys, placeholder_values
     from zstore.engine.config.sections import BATCH_KEYS
 
     settings = config.settings
-    answers = stand_ins(settings)
-    unanswered = set(answers)
-    if BATCH_KEYS[1] in unanswered:
-        unanswered |= {key for key in BATCH_KEYS if getattr(settings, key) in (None, "auto")}
-    found = config.resolve(
-        ResolveContext(world_size=world_size, hidden_size=hidden_size, native=_native(config), answers=answers)
-    )
-    values = {key: attrgetter(key)(found.settings) for key in (*BATCH_KEYS, *open_keys(settings))}
-    values |= {"precision": found.precision, "step mode": found.step_overlap}
-    return {key: value for key, value in values.items() if key not in unanswered}, sorted(unanswered)
+    auto_values = placeholder_values(settings)
+    unset = set(auto_values)
+    if BATCH_KEYS[1] in unset:
+        unset |= {key for key in BATCH_KEYS if getattr(settings, key) in (None, "auto")}
+    native = _native_types(config)
+    context = ResolveContext(world_size=world_size, hidden_size=hidden_size, native=native, auto_values=auto_values)
+    resolved = config.resolve(context)
+    values = {key: attrgetter(key)(resolved.settings) for key in (*BATCH_KEYS, *open_keys(settings))}
+    values |= {"precision": resolved.precision, "step mode": resolved.step_overlap}
+    return {key: value for key, value in values.items() if key not in unset}, sorted(unset)
 
 
-def _native(config: Config) -> frozenset[str]:
-    """Return the 16-bit types that this machine's device computes natively, if the config leaves the type open."""
+def _native_types(config: Config) -> frozenset[str]:
+    """Return the 16-bit types that this machine's device supports natively, if the config leaves the type open."""
     if "auto" not in (config.settings.bf16.enabled, config.settings.fp16.enabled):
         return frozenset()
     from zstore.engine.plan.run import native_types
@@ -109,7 +109,7 @@ def _print(
     table = make_table(("key", "value", "status", "what it does here"))
     for fact in facts:
         sentence, full_stop, _ = fact.text.partition(". ")
-        text = sentence + full_stop.strip() if fact.status == "acts" else fact.text
+        text = sentence + full_stop.strip() if fact.status == "active" else fact.text
         table.add_row(cell(fact.key), cell(fact.value), fact.status, cell(text))
     if facts:
         console.print(table)
@@ -119,4 +119,4 @@ def _print(
     for key, value in resolved.items():
         console.print(f"  {key} = {'unset' if value is None else value}", soft_wrap=True)
     for key in open_keys:
-        console.print(f"  {key}: the training script gives it", soft_wrap=True)
+        console.print(f"  {key}: provided by the training script", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`zstore consolidate`: a checkpoint's weights as safetensors in the Hugging Face layout, in bounded memory. No torch."""
+"""`zstore consolidate`: writes a checkpoint's weights as Hugging Face safetensors, in bounded memory. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .options import (
     Location,
     Tag,
     open_location,
-    report_left_behind,
+    report_skipped,
     reporting,
     size_option,
 )
@@ -32,7 +32,7 @@ def consolidate_command(
     ckpt: Location,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="Data type to write the weights in.")] = "fp16",
-    max_shard_size: Annotated[int, size_option("Size of the largest file, like 5GB or 512MiB.", show_default="5GB")] = 5
+    max_shard_size: Annotated[int, size_option("Maximum file size, such as 5GB or 512MiB.", show_default="5GB")] = 5
     * 10**9,
     *,
     tag: Tag = None,
@@ -41,10 +41,10 @@ def consolidate_command(
     ] = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Write the weights of `ckpt` into the new folder `out`; return the exit code.
+    """Write the weights of `ckpt` to the new folder `out`; return the exit code.
 
-    Raises CheckpointError, with the tensors named and nothing published, for values that `dtype` cannot hold;
-    CheckpointExistsError if `out` exists; CheckpointMismatchError if no weight is left.
+    Raises CheckpointError, naming the tensors and publishing nothing, for values that `dtype` cannot represent;
+    CheckpointExistsError if `out` exists; CheckpointMismatchError if no weights remain.
     """
     if dtype not in DTYPES:  # typer checks only command-line values
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
@@ -52,22 +52,22 @@ def consolidate_command(
     with open_location(ckpt, common, tag) as source:
         weights = list_weights(source, DTYPES[dtype])
         frozen = frozen_weights(source) if exclude_frozen else set()
-        left_out = [weight.name for weight in weights if weight.name in frozen]
+        omitted = [weight.name for weight in weights if weight.name in frozen]
         weights = [weight for weight in weights if weight.name not in frozen]
         if not weights:
-            raise CheckpointMismatchError(f"{source.location} has no weights but frozen ones: omit --exclude-frozen")
+            raise CheckpointMismatchError(f"{source.location} has only frozen weights: omit --exclude-frozen")
         total_bytes = sum(source.arrays[weight.array].spec.nbytes for weight in weights)
         with reporting(f"consolidate {source.location}", common, source, total_bytes=total_bytes) as progress:
             layouts = plan_model(weights, max_shard_size, source.record.state)
             plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size_of(layouts)}, to {target}"
-            progress.say(plan + _left_out_text(left_out, source.record))
+            progress.print_line(plan + _omitted_text(omitted, source.record))
             write_folder(source, target, layouts, dtype, Companions.of(source, with_parent=True), progress)
-            progress.document |= {"left_out": left_out, "not_saved": source.record.absent_parameters}
+            progress.document |= {"left_out": omitted, "not_saved": source.record.absent_parameters}
     return 0
 
 
 def size_of(layouts: Sequence[FileLayout]) -> str:
-    """Return the size of files of weights for people."""
+    """Return the size of weight files as text."""
     num_bytes = sum(layout.file_bytes for layout in layouts)
     return f"{format_bytes(num_bytes)} in {format_count(len(layouts), 'file')}"
 
@@ -77,12 +77,12 @@ def write_folder(
     target: Path,
     layouts: Sequence[FileLayout],
     dtype: str,
-    beside: Companions,
+    companions: Companions,
     progress: ProgressBar,
 ) -> None:
-    """Write the files of weights, and what belongs to the model, into the new folder `target`.
+    """Write the weight files, and the model's other files, to the new folder `target`.
 
-    Raises CheckpointError, with the tensors named and nothing published, for values that their type cannot hold.
+    Raises CheckpointError, naming the tensors and publishing nothing, for values that their type cannot represent.
     """
     has_peft_names = any(weight.name != weight.array.partition("/")[2] for weight in layouts[0].weights)
     if has_peft_names and "config.json" in beside.files:
@@ -91,10 +91,10 @@ def write_folder(
     with new_folder(source.resources.files, target) as folder:
         lost = write_weights(source, layouts, folder, overflow="error", advance=progress.advance)
         refuse_lost(lost, dtype)
-        beside.copy(folder, source.resources.files)
-    progress.say(f"wrote {size_of(layouts)} to {target}{beside.text}")
+        companions.copy(folder, source.resources.files)
+    progress.print_line(f"wrote {size_of(layouts)} to {target}{companions.text}")
     progress.document |= {"path": str(target), "files": [layout.name for layout in layouts]}
-    report_left_behind(progress, beside)
+    report_skipped(progress, companions)
 
 
 def refuse_lost(lost: Sequence[Lost], dtype: str) -> None:
@@ -103,10 +103,10 @@ def refuse_lost(lost: Sequence[Lost], dtype: str) -> None:
         raise CheckpointError(lost_text(lost, dtype, "Choose `--dtype bf16` or `fp32`"))
 
 
-def _left_out_text(left_out: Sequence[str], record: Record) -> str:
+def _omitted_text(omitted: Sequence[str], record: Record) -> str:
     text, absent = "", record.absent_parameters
-    if left_out:
-        text = f"; leaving out {len(left_out)}: {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
+    if omitted:
+        text = f"; omitting {len(omitted)}: {', '.join(omitted[:3])}{', ...' if len(omitted) > 3 else ''}"
     if absent:
-        text += f"; without {len(absent)} frozen parameters that the save left out, such as {', '.join(absent[:3])}"
+        text += f"; without {len(absent)} frozen parameters that were not saved, such as {', '.join(absent[:3])}"
     return text

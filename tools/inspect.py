@@ -1,4 +1,4 @@
-"""`zstore inspect`: step, world size, sizes and arrays of a checkpoint. No torch."""
+"""`zstore inspect`: shows step, world size, sizes and arrays of a checkpoint. No torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def inspect_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None) -> int:
-    """Print step, world size, sizes and arrays of a checkpoint; with `json`, one object (see `describe`). Return the exit
-    code."""
+    """Print step, world size, sizes and arrays of a checkpoint, or one JSON object with `json` (see `describe`). Return the
+    exit code."""
     with open_location(ckpt, common, tag) as source:
         if common.json:
             print_json(describe(source))
@@ -31,9 +31,9 @@ def inspect_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = Non
 
 
 def describe(source: ArraySource) -> dict[str, Any]:
-    """Return the document of `--json`: `checkpoint` (with totals in bytes) and `arrays`.
+    """Return the document for `--json`: `checkpoint` (with totals in bytes) and `arrays`.
 
-    Facts that another software's checkpoint does not have are null.
+    Values that a checkpoint of other software does not have are null.
     """
     record, files = source.record, None
     if isinstance(source, CheckpointReader):
@@ -94,12 +94,12 @@ def _summary(source: ArraySource) -> Iterator[str]:
     yield f"  array data   {format_bytes(facts['array_bytes'])}"
     if facts["num_files"] is not None:
         shards, files = format_count(facts["num_shard_files"], "file"), format_count(facts["num_files"], "file")
-        also = f", with checksums and padding{_archive(source, facts)}"
-        yield f"  shard files  {format_bytes(facts['file_bytes'])} in {shards}{also}"
+        suffix = f", with checksums and padding{_compression(source, facts)}"
+        yield f"  shard files  {format_bytes(facts['file_bytes'])} in {shards}{suffix}"
         yield f"  on disk      {format_bytes(facts['size_bytes'])} in {files}, metadata included"
 
 
-def _archive(source: ArraySource, facts: Mapping[str, Any]) -> str:
+def _compression(source: ArraySource, facts: Mapping[str, Any]) -> str:
     codecs = sorted({array.codec.name for array in source.arrays.values() if array.codec is not None})
     if not codecs or not facts["file_bytes"]:
         return ""

@@ -1,4 +1,4 @@
-"""`zstore ls`: the checkpoints of a folder, and the size of each on disk. Reads records and file sizes; no torch."""
+"""`zstore ls`: lists the checkpoints in a folder, with their sizes on disk. Reads records and file sizes; no torch."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class Entry:
     committed_ns: int
     age_s: float
     size_bytes: int
-    """Its size on disk: the bytes of all its files."""
+    """Size on disk: the bytes of all its files."""
     shared_bytes: int
-    """Bytes of files that other checkpoints of the folder also have."""
+    """Bytes of files that are shared with other checkpoints of the folder."""
     freed_bytes: int
-    """Bytes that removing only it frees: of files that no other checkpoint or run links."""
+    """Bytes freed by removing only this checkpoint: those of files that no other checkpoint or run links."""
     newest: bool
 
 
 def ls_command(folder: FolderLocation, common: Listing = DEFAULTS) -> int:
-    """Print the checkpoints in `folder`, the oldest first; return the exit code.
+    """Print the checkpoints in `folder`, oldest first; return the exit code.
 
-    With `json`, one object: `path`, `checkpoints` (see `Entry`) and `refused`. Raises CheckpointNotFoundError if there is
+    With `json`, one object: `path`, `checkpoints` (see `Entry`) and `refused`. Raises CheckpointNotFoundError if there are
     none.
     """
     place = folder_of(folder, common.storage_options)
     nested = list_nested(place)
-    found = list_tags(place)
-    refusals = found.refusals + nested.refusals
-    entries = list_entries(found.tags + nested.tags, time.time_ns(), place)
+    catalog = list_tags(place)
+    refusals = catalog.refusals + nested.refusals
+    entries = list_entries(catalog.tags + nested.tags, time.time_ns(), place)
     if common.json and (entries or refusals):
         refused = [{"path": refusal.location, "reason": refusal.reason} for refusal in refusals]
         print_json({"path": place.location, "checkpoints": [asdict(entry) for entry in entries], "refused": refused})
@@ -65,9 +65,9 @@ def ls_command(folder: FolderLocation, common: Listing = DEFAULTS) -> int:
 
 
 def list_entries(infos: Sequence[TagInfo], now_ns: int, place: Folder) -> list[Entry]:
-    """Return an entry for each checkpoint in the folder `place`, in their order; those of its folders `checkpoint-N` are
-    called `checkpoint-N/TAG`."""
-    found = [stored_files(info.folder) for info in infos]
+    """Return an entry per checkpoint in the folder `place`, in the same order; those in subfolders `checkpoint-N` are named
+    `checkpoint-N/TAG`."""
+    files_by_info = [stored_files(info.folder) for info in infos]
     newest = max((info.record.committed_ns for info in infos), default=0)
     return [
         Entry(
@@ -82,27 +82,27 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int, place: Folder) -> list[E
             freed_bytes=files.freed_bytes,
             newest=info.record.committed_ns == newest,
         )
-        for info, files, shared in zip(infos, found, shared_bytes(found), strict=True)
+        for info, files, shared in zip(infos, files_by_info, shared_bytes(files_by_info), strict=True)
     ]
 
 
 def _name(info: TagInfo, place: Folder) -> str:
-    holder = info.folder.parent
-    within = holder.parent.location == place.location != holder.location
-    return f"{holder.name}/{info.tag}" if within else info.tag
+    parent = info.folder.parent
+    is_nested = parent.parent.location == place.location != parent.location
+    return f"{parent.name}/{info.tag}" if is_nested else info.tag
 
 
 def _table(entries: Sequence[Entry]) -> Table:
     table = make_table(("tag",), ("step", "world size", "on disk", "shared", "freed if removed", "age", ""))
     for entry in entries:
         sizes = (format_bytes(n) for n in (entry.size_bytes, entry.shared_bytes, entry.freed_bytes))
-        last = (_age(entry.age_s), "newest" if entry.newest else "")
-        table.add_row(cell(entry.tag), str(entry.step), str(entry.world_size), *sizes, *last)
+        suffix = (_age(entry.age_s), "newest" if entry.newest else "")
+        table.add_row(cell(entry.tag), str(entry.step), str(entry.world_size), *sizes, *suffix)
     return table
 
 
 def _age(age_s: float) -> str:
-    for least_s, unit_s, unit in _AGES:
-        if age_s >= least_s:
+    for min_s, unit_s, unit in _AGES:
+        if age_s >= min_s:
             return f"{age_s / unit_s:.0f} {unit}"
     return f"{age_s:.0f} s"

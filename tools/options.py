@@ -1,6 +1,6 @@
-"""Options that commands share: how their texts are parsed, how typer learns of them, and the checkpoint that they open.
+"""Options that commands share: how their texts are parsed, how they are passed to typer, and how they open a checkpoint.
 
-Nothing is imported for a checkpoint until one is opened, so that other commands start faster.
+Modules for checkpoints are imported only when one is opened, so that other commands start faster.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ MIB = 1024 * 1024
 DEFAULT_MEMORY_BYTES = 256 * MIB
 MIN_MEMORY_BYTES = 64 * MIB
 RESERVED_BYTES = 32 * MIB
-"""Kept free for blocks of output files, metadata and temporary Python objects."""
+"""Reserved for blocks of output files, metadata and temporary Python objects."""
 _MAX_POOL_BYTES = 64 * MIB
 _ARRAY_BYTES, _CHUNK_BYTES = 10_000, 100
-"""Bytes of memory for the metadata of an array, and for the checksum of a chunk: measured, and rounded up."""
+"""Bytes of memory for the metadata of an array and for the checksum of a chunk (measured and rounded up)."""
 _REMOTE_THREADS = 12
-_MAX_NAMED = 12
+_MAX_LISTED = 12
 
 Dtype = Literal["fp16", "bf16", "fp32"]
-"""Types that weights are written in."""
+"""Types in which weights are written."""
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes in a size like "5GB" (decimal), "512MiB" (binary) or "1000000"; `typer.BadParameter` for anything else."""
+    """Return the bytes of a size such as "5GB" (decimal), "512MiB" (binary) or "1000000". Raises `typer.BadParameter`."""
     try:
         return parse_bytes(str(text))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
 
-def size_option(text: str, **more: Any) -> Any:
-    """Return an option whose values are sizes, as `parse_size` reads them."""
-    return typer.Option(help=text, metavar="SIZE", parser=parse_size, **more)
+def size_option(text: str, **settings: Any) -> Any:
+    """Return an option whose values are sizes, parsed by `parse_size`."""
+    return typer.Option(help=text, metavar="SIZE", parser=parse_size, **settings)
 
 
 def parse_memory(text: str | int) -> int:
-    """Bytes in a size that is enough for a command; for a smaller one `typer.BadParameter` names the minimum."""
+    """Return the bytes of a size that suffices for a command. Raises `typer.BadParameter`, which names the minimum."""
     num_bytes = parse_size(text)
     if num_bytes < MIN_MEMORY_BYTES:
         raise typer.BadParameter(f"expected at least {MIN_MEMORY_BYTES // MIB}MiB, got {text!r}")
@@ -64,10 +64,10 @@ def parse_memory(text: str | int) -> int:
 
 
 def parse_number(text: str | int) -> int:
-    """Whole number in a text like "7e9", "7B", "1.3 B" or "150T"; `typer.BadParameter` for anything else."""
+    """Return the number in a text such as "7e9", "7B", "1.3 B" or "150T". Raises `typer.BadParameter`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)\s*", str(text), re.IGNORECASE)
     if match is None:
-        raise typer.BadParameter(f"expected a number like 7e9, 7B or 150T, got {text!r}")
+        raise typer.BadParameter(f"expected a number such as 7e9, 7B or 150T, got {text!r}")
     number, suffix = match.groups()
     power = " kmbt".index(suffix.lower().replace("g", "b")) if suffix else 0
     value = int(float(number) * float(1000**power))
@@ -77,7 +77,7 @@ def parse_number(text: str | int) -> int:
 
 
 def parse_file(text: str | Path) -> Path:
-    """Path of an existing file; `typer.BadParameter` for anything else."""
+    """Return the path of an existing file. Raises `typer.BadParameter`."""
     path = user_path(text)
     if not path.is_file():
         raise typer.BadParameter(
@@ -87,8 +87,8 @@ def parse_file(text: str | Path) -> Path:
 
 
 def parse_options(words: Iterable[str]) -> dict[str, Any]:
-    """Return the storage options in words like `key=value`; a value that is JSON, such as `true` or `{"a": 1}`, is
-    parsed, anything else is text.
+    """Return the storage options in words of the form `key=value`; a JSON value, such as `true` or `{"a": 1}`, is parsed,
+    anything else is text.
 
     Raises UsageError for other words.
     """
@@ -96,8 +96,8 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not key or not equals:
-            # It may be a secret.
-            raise UsageError(f"a storage option is written key=value, got one with {key[:20]!r} and no value")
+            # The text is truncated, since it may be a secret.
+            raise UsageError(f"a storage option has the form key=value, got {key[:20]!r} without a value")
         try:
             options[key] = json.loads(text)
         except ValueError:
@@ -109,22 +109,22 @@ Location = Annotated[
     str,
     typer.Argument(
         metavar="CKPT",
-        help="A folder of checkpoints (its newest, or --tag), one checkpoint's folder, or CKPT@TAG; a URL works "
-        "too. Checkpoints of DeepSpeed, torch.distributed.checkpoint and Hugging Face open directly.",
+        help="A folder of checkpoints (its newest, or --tag), the folder of one checkpoint, CKPT@TAG, or a URL. "
+        "Checkpoints of DeepSpeed, torch.distributed.checkpoint and Hugging Face open directly.",
     ),
 ]
-"""Path or URL of a checkpoint, as text: a `Path` would spoil a URL."""
+"""Path or URL of a checkpoint, as text, since a `Path` would alter a URL."""
 FolderLocation = Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints, or its URL.")]
 Tag = Annotated[
     str | None,
-    typer.Option("--tag", help="Tag of the checkpoint, as `zstore ls` lists them; default: the newest.", metavar="TAG"),
+    typer.Option("--tag", help="Tag of the checkpoint, as listed by `zstore ls`; default: the newest.", metavar="TAG"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 StorageOption = Annotated[
     list[str] | None,
     typer.Option(
         "--storage-option",
-        help="Option for the file system of a URL, as key=value (the value may be JSON); may be repeated.",
+        help="Option for a URL's file system, as key=value (the value may be JSON); may be repeated.",
         metavar="K=V",
     ),
 ]
@@ -138,7 +138,7 @@ class Listing:
     storage_option: StorageOption = None
 
     def __post_init__(self) -> None:
-        """Refuse a storage option that is not `key=value`, before anything is opened."""
+        """Reject a storage option that is not `key=value`, before anything is opened."""
         _ = self.storage_options
 
     @property
@@ -155,25 +155,25 @@ class Common(Listing):
         int | None,
         typer.Option(
             "--memory",
-            help="Limit on memory, in addition to what Python and its modules use.",
+            help="Memory limit, in addition to what Python and its modules use.",
             metavar="SIZE",
             parser=parse_memory,
             show_default=f"{DEFAULT_MEMORY_BYTES // MIB}MiB",
         ),
     ] = None
-    """Metadata counts. None: `DEFAULT_MEMORY_BYTES`, which large metadata may exceed; a given limit is kept or
-    refused."""
+    """Includes metadata. None: `DEFAULT_MEMORY_BYTES`, which large metadata may exceed; an explicit limit is respected, or
+    an error."""
     num_pools: int = 1
-    """Pools that share the memory."""
+    """Number of pools that share the memory."""
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the memory that are left for the data of a command."""
+        """Bytes of the memory that remain for a command's data."""
         return (self.memory_bytes or DEFAULT_MEMORY_BYTES) - RESERVED_BYTES
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pool that transfers use; reading ahead takes half as much in addition."""
+        """Bytes of the pool for transfers; read-ahead takes half as much in addition."""
         return min(_MAX_POOL_BYTES, self.free_bytes // (3 * self.num_pools))
 
 
@@ -183,8 +183,8 @@ DEFAULTS = Common()
 def for_typer(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Return `command` with a signature for typer: a parameter that is a dataclass of options is replaced by its fields.
 
-    A field is an option if its type is `Annotated`. A value that such a dataclass refuses is wrong usage. Paths are as
-    `user_path` returns them.
+    A field is an option if its type is `Annotated`. A value that such a dataclass rejects is a usage error. Paths are
+    converted by `user_path`.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}
@@ -192,28 +192,28 @@ def for_typer(command: Callable[..., int | None]) -> Callable[..., int | None]:
     for name, parameter in inspect.signature(command).parameters.items():
         if is_dataclass(kind := hints[name]) and isinstance(kind, type):
             groups[name] = kind
-            parameters += _options(kind)
+            parameters += _option_parameters(kind)
         else:
             parameters.append(parameter.replace(annotation=hints[name]))
 
     @functools.wraps(command)
-    def run(**given: Any) -> int | None:
-        given = {name: user_path(value) if isinstance(value, Path) else value for name, value in given.items()}
+    def run(**values: Any) -> int | None:
+        values = {name: user_path(value) if isinstance(value, Path) else value for name, value in values.items()}
         for name, kind in groups.items():
-            own = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
+            group_values = {field.name: values.pop(field.name) for field in fields(kind) if field.name in values}
             try:
-                given[name] = kind(**own)
+                values[name] = kind(**group_values)
             except UsageError as error:
                 raise typer.BadParameter(str(error)) from error
-        return command(**given)
+        return command(**values)
 
-    keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     run.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in keyword}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in keyword}
     return run
 
 
-def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
+def _option_parameters(kind: type[Any]) -> Iterator[inspect.Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         if get_origin(hints[field.name]) is Annotated:
@@ -227,19 +227,19 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
 def open_location(
     location: str | os.PathLike[str], common: Common = DEFAULTS, tag: str | None = None
 ) -> Iterator[ArraySource]:
-    """Open the checkpoint that `location` and `tag` name for the length of a `with` block.
+    """Open the checkpoint named by `location` and `tag` for the duration of a `with` block.
 
-    `location` is a checkpoint's folder, a folder of checkpoints (then its newest one, or `tag`), or either's URL; `DIR@TAG`
-    and `DIR/TAG` mean `DIR` with `tag`. Raises BudgetError if a given memory limit is too small for the metadata.
+    `location` is a checkpoint's folder, a folder of checkpoints (then the newest, or `tag`), or the URL of either; `DIR@TAG`
+    and `DIR/TAG` mean `DIR` with `tag`. Raises BudgetError if an explicit memory limit is too small for the metadata.
     """
     from zstore.checkpoint import NUM_THREADS
     from zstore.io import is_url, map_large_blocks, open_resources
     from zstore.open.sources import open_source
 
-    # A request over a network takes tens of milliseconds, so more of them run concurrently.
+    # A network request takes tens of milliseconds, so more of them run concurrently.
     num_threads = _REMOTE_THREADS if is_url(location) else NUM_THREADS
     if is_url(location):
-        map_large_blocks()  # an answer's bytes, which each thread would keep
+        map_large_blocks()  # for the bytes of responses, which each thread would retain
     with (
         open_resources(pool_bytes=common.pool_bytes, num_threads=num_threads) as resources,
         open_source(location, tag, resources=resources, storage_options=common.storage_options) as source,
@@ -249,7 +249,7 @@ def open_location(
         min_bytes = MIN_MEMORY_BYTES + common.num_pools * max(0, metadata_bytes - RESERVED_BYTES // 4)
         if common.memory_bytes is not None and common.memory_bytes < min_bytes:
             raise BudgetError(
-                f"{source.location} has {len(source.arrays)} arrays, whose metadata takes about {metadata_bytes} bytes: give "
+                f"{source.location} has {len(source.arrays)} arrays, whose metadata takes about {metadata_bytes} bytes: use "
                 f"`--memory {-(-min_bytes // MIB)}MiB` or more"
             )
         yield source
@@ -260,13 +260,13 @@ def reporting(
     title: str, common: Listing, *sources: ArraySource, total_bytes: int | None = None
 ) -> Iterator[ProgressBar]:
     """Show the progress of a block; then report the bytes read from zstore's `sources`, and with `json` print
-    `ProgressBar.document` with those of the first one and `ProgressBar.summary`."""
+    `ProgressBar.document`, including the reads of the first source, and `ProgressBar.summary`."""
     with ProgressBar(title, total_bytes) as progress:
         yield progress
-        for done in [done for source in reversed(sources) if (done := source.reading()) is not None]:
-            if done.asked_bytes or done.requests:
-                progress.say(done.text())
-            progress.document |= asdict(done)
+        for reading in [reading for source in reversed(sources) if (reading := source.reading()) is not None]:
+            if reading.asked_bytes or reading.requests:
+                progress.print_line(reading.text())
+            progress.document |= asdict(reading)
     if common.json:
         print_json(progress.document | progress.summary())
 
@@ -276,8 +276,8 @@ def array_bytes(source: ArraySource) -> int:
     return sum(array.spec.nbytes for array in source.arrays.values())
 
 
-def report_left_behind(progress: ProgressBar, companions: Companions) -> None:
-    """Say which files of a model were not copied with its weights, and note for `--json` which were."""
+def report_skipped(progress: ProgressBar, companions: Companions) -> None:
+    """Report which files of a model were not copied with its weights, and record for `--json` which were."""
     progress.document |= {"companions": companions.copied, "left_behind": companions.skipped}
     if companions.skipped:
-        progress.say(f"files of the model that were not copied: {listed(companions.skipped, _MAX_NAMED)}")
+        progress.print_line(f"files of the model that were not copied: {listed(companions.skipped, _MAX_LISTED)}")

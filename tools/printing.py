@@ -1,4 +1,4 @@
-"""Printing: text made safe for a terminal, tables and JSON on stdout; and on stderr the progress of a command."""
+"""Printing: text made safe for a terminal, tables and JSON on stdout; and a command's progress on stderr."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PLAIN_COLUMNS = 200
-"""Width if stdout is no terminal: names are not cut for a pipe."""
+"""Width if stdout is not a terminal, so that names are not cut for a pipe."""
 PLAIN_LINE_S = 30.0
-"""Seconds between plain lines: a log of an hour stays readable."""
+"""Seconds between progress lines without a terminal, so that an hour's log stays readable."""
 _TERMINAL_LINE_S = 0.2
 _CLEAR = "\r\x1b[K"
 
 
 def printable(text: object) -> str:
-    r"""Return `text` with line feeds unchanged and other control characters as `\x1b`: they would steer a terminal."""
+    r"""Return `text` with control characters, which could control a terminal, escaped as `\x1b`, except line feeds."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def cell(text: object) -> str:
-    """Return text out of a checkpoint as a table shows it: no control characters, on one line."""
+    """Return text from a checkpoint for a table cell: without control characters, on one line."""
     return printable(text).replace("\n", "\\n")
 
 
 def make_console(max_columns: int = sys.maxsize) -> Console:
-    """Return a console on stdout that prints text unchanged: a name like `[a]` or `:b:` means nothing to it."""
+    """Return a console on stdout that prints text unchanged, including names such as `[a]` or `:b:`."""
     from rich.console import Console
 
     console = Console(markup=False, emoji=False, highlight=False)
@@ -44,7 +44,7 @@ def make_console(max_columns: int = sys.maxsize) -> Console:
 
 
 def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """Return a table whose columns `left` are aligned left and may fold; the columns `right` that follow hold numbers."""
+    """Return a table with left-aligned columns `left`, followed by right-aligned columns `right` for numbers."""
     from rich.table import Table
 
     table = Table()
@@ -56,14 +56,14 @@ def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout."""
+    """Print one JSON object to stdout."""
     print(json.dumps(document, indent=2))
 
 
 class ProgressBar(AbstractContextManager["ProgressBar"]):
-    """Bytes done of `total_bytes` (None: unknown), with the rate; a closing line gives the total, the time and the rate.
+    """Shows bytes done of `total_bytes` (None: unknown), with the rate; a final line has the total, the time and the rate.
 
-    After an exception it closes without the last line. Methods may be called from any thread.
+    After an exception the final line is omitted. Methods may be called on any thread.
     """
 
     def __init__(
@@ -94,14 +94,15 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         self._stopped_s = self._clock()
         if kind is None:
             elapsed_s = self._stopped_s - self._started_s
-            self.say(f"{self.title}: {format_bytes(self.done_bytes)} in {elapsed_s:.1f} s{self._rate(elapsed_s)}")
+            rate = self._rate(elapsed_s)
+            self.print_line(f"{self.title}: {format_bytes(self.done_bytes)} in {elapsed_s:.1f} s{rate}")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line."""
         print(f"{self._clear}{printable(text)}", file=self._stream, flush=True)
 
     def advance(self, num_bytes: int) -> None:
-        """Count `num_bytes` more as done."""
+        """Add `num_bytes` to the bytes done."""
         with self._lock:
             self.done_bytes += num_bytes
             now_s = self._clock()
@@ -112,7 +113,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
             print(f"{self._clear}{self._line(now_s - self._started_s)}", end=end, file=self._stream, flush=True)
 
     def summary(self) -> dict[str, float]:
-        """Return `bytes`, `seconds` and `gb_per_s` so far, or in total after the block."""
+        """Return the current `bytes`, `seconds` and `gb_per_s`, or the totals after the block."""
         elapsed_s = (self._clock() if self._stopped_s is None else self._stopped_s) - self._started_s
         rate = self.done_bytes / elapsed_s / 1e9 if elapsed_s > 0 else 0.0
         return {"bytes": self.done_bytes, "seconds": round(elapsed_s, 6), "gb_per_s": round(rate, 6)}
@@ -124,5 +125,5 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         return f"{self.title}: {done}{self._rate(elapsed_s)}"
 
     def _rate(self, elapsed_s: float) -> str:
-        """Return the rate; of less than a second nothing, since starting takes most of it."""
+        """Return the rate; empty below one second, most of which is startup."""
         return f", {format_bytes(self.done_bytes / elapsed_s)}/s" if elapsed_s >= 1 and self.done_bytes else ""

@@ -1,4 +1,4 @@
-"""`zstore prune`: removes the checkpoints of a folder that no rule keeps, and prints how much that frees. No torch."""
+"""`zstore prune`: removes the checkpoints in a folder that no rule keeps, and prints how much that frees. No torch."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def prune_command(
     keep_best: Annotated[
         str | None,
         typer.Option(
-            help="Keep the one with the smallest or largest value of a metric in save_checkpoint(metrics=...) or client_state.",
+            help="Keep the one with the lowest or highest value of a metric in save_checkpoint(metrics=...) or client_state.",
             metavar="METRIC:min|max",
         ),
     ] = None,
     keep_tag: Annotated[
         list[str] | None,
-        typer.Option(help="Keep this tag, or those that match a pattern; may be repeated.", metavar="TAG"),
+        typer.Option(help="Keep this tag, or tags matching a pattern; may be repeated.", metavar="TAG"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; show what would be removed.")] = False,
     common: Listing = DEFAULTS,
 ) -> int:
-    """Print which checkpoints in `folder`, which may be a URL, are kept and removed, and the bytes that are freed; then remove
-    them.
+    """Print which checkpoints in `folder`, which may be a URL, are kept and which are removed, and the bytes freed; then
+    remove them.
 
     With `json`, the plan goes to stderr, and one object is printed: `path`, `dry_run`, `freed_bytes`, `checkpoints` with
-    `tag`, `step`, `size_bytes` and `reasons` to keep it (none: it is removed), `removed`, `messages`, and
+    `tag`, `step`, `size_bytes` and `reasons` to keep it (empty if it is removed), `removed`, `messages`, and
     `ProgressBar.summary` of the removal. Returns the exit code, 1 if anything could not be removed. Raises
-    CheckpointNotFoundError if there is nothing, or no checkpoint has the metric to go by.
+    CheckpointNotFoundError if there are no checkpoints, or none has the metric.
     """
     if (keep_last, keep_every, keep_best, keep_tag or None) == (None, None, None, None):
-        raise typer.BadParameter("say what to keep with --keep-last, --keep-every, --keep-best or --keep-tag")
+        raise typer.BadParameter("specify what to keep with --keep-last, --keep-every, --keep-best or --keep-tag")
     try:
         keep = Keep(last=keep_last or 1, every=keep_every, best=keep_best, tags=tuple(keep_tag or ()))
     except UsageError as error:
@@ -72,7 +72,7 @@ def prune_command(
 
         messages = [] if dry_run else remove_each([fate.info for fate in to_remove.values()], remove)
         for message in messages:
-            progress.say(f"zstore: {message}")
+            progress.print_line(f"zstore: {message}")
         progress.document |= {
             "path": place.location,
             "dry_run": dry_run,

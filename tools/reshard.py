@@ -1,4 +1,4 @@
-"""`zstore reshard`: the same state for another number of ranks, or compressed, in a folder or at a URL. No torch."""
+"""`zstore reshard`: copies a checkpoint for another number of ranks, or compressed, to a folder or URL. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zstore.io import is_url, user_location
 from zstore.remote.upload import upload_checkpoint
 from zstore.weights.from_checkpoint import Companions
 
-from .options import DEFAULTS, Common, Location, Tag, array_bytes, open_location, report_left_behind, reporting
+from .options import DEFAULTS, Common, Location, Tag, array_bytes, open_location, report_skipped, reporting
 from .printing import ProgressBar
 
 
@@ -28,22 +28,22 @@ def reshard_command(
     ],
     world_size: Annotated[
         int | None,
-        typer.Option(help="Number of ranks to partition the state for (default: unchanged).", min=1, metavar="N"),
+        typer.Option(help="Number of ranks to partition the state for (default: the same).", min=1, metavar="N"),
     ] = None,
     *,
     tag: Tag = None,
     compression: Annotated[
         Literal["none", "zstd"],
-        typer.Option(help="Compress the chunks; the result reads like any checkpoint."),
+        typer.Option(help="Compress the chunks; the result is read like any checkpoint."),
     ] = "none",
     common: Common = DEFAULTS,
 ) -> int:
-    """Write the checkpoint `ckpt`, of a folder `tag` or the newest, laid out for `world_size` ranks (default: as many as it
-    has) into `out`, its chunks compressed with `compression`; return the exit code.
+    """Write the checkpoint `ckpt` (in a folder of checkpoints: `tag`, or the newest) to `out`, partitioned for `world_size`
+    ranks (default: its own), with its chunks compressed with `compression`; return the exit code.
 
-    The tag stays the same. To a URL goes a copy in a temporary folder, or a checkpoint of this machine unchanged if neither
-    layout nor compression is asked for. With `json`, one object: `path` or `url`, and the bytes read and written. Raises
-    CheckpointExistsError if `out` has it already.
+    The tag stays the same. For a URL, a copy is made in a temporary folder and uploaded; a local checkpoint that needs no
+    change is uploaded directly. With `json`, one object: `path` or `url`, and the bytes read and written. Raises
+    CheckpointExistsError if `out` already has the checkpoint.
     """
     place = user_location(out)
     with contextlib.ExitStack() as temporary:
@@ -56,9 +56,9 @@ def reshard_command(
                 folder = Path(place)
                 if is_url(place):
                     folder = Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix="zstore-reshard-")))
-                part = replace(common, json=common.json and not is_url(place))
-                path = _reshard(source, folder, ranks, compression, part, shown(place))
-        if is_url(place):  # the source's buffers are free again
+                options = replace(common, json=common.json and not is_url(place))
+                path = _reshard(source, folder, ranks, compression, options, shown(place))
+        if is_url(place):  # the source's buffers have been freed
             with reporting(f"upload {path.name} to {shown(place)}", common, total_bytes=_file_bytes(path)) as progress:
                 url, messages = upload_checkpoint(
                     path,
@@ -68,8 +68,8 @@ def reshard_command(
                     memory_bytes=None if common.memory_bytes is None else common.free_bytes,
                 )
                 for message in messages:
-                    progress.say(message)
-                progress.say(f"uploaded to {url}")
+                    progress.print_line(message)
+                progress.print_line(f"uploaded to {url}")
                 progress.document |= {"url": url, "world_size": ranks, "compression": compression}
     return 0
 
@@ -77,46 +77,46 @@ def reshard_command(
 def reshard_into(
     source: ArraySource, folder: Path, ranks: int, progress: ProgressBar, *, compression: str = "none"
 ) -> Path:
-    """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder.
+    """Write the checkpoint to `folder`, partitioned for `ranks`; return the tag's folder.
 
-    Raises CheckpointExistsError if its tag exists already.
+    Raises CheckpointExistsError if its tag already exists.
     """
     try:
-        beside = Companions.of(source, with_parent=False)
+        companions = Companions.of(source, with_parent=False)
         path = reshard_checkpoint(
             source,
             folder,
             ranks,
             progress.advance,
             codec=compression,
-            before_commit=lambda tag: beside.copy_into_checkpoint(tag, source.resources.files),
+            before_commit=lambda tag: companions.copy_into_checkpoint(tag, source.resources.files),
         )
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
-            f"{folder} has a checkpoint {source.tag!r} already: name another folder, or remove that one first"
+            f"{folder} already has a checkpoint {source.tag!r}: choose another folder, or remove that one first"
         ) from error
-    if beside.copied:
-        progress.say(f"copied into the checkpoint: {', '.join(beside.copied)}")
-    report_left_behind(progress, beside)
+    if companions.copied:
+        progress.print_line(f"copied into the checkpoint: {', '.join(companions.copied)}")
+    report_skipped(progress, companions)
     return path
 
 
-def _reshard(source: ArraySource, folder: Path, ranks: int, compression: str, common: Common, shown_place: str) -> Path:
-    """Write it into a folder, and say so; of one that is temporary `shown_place` is the URL that it goes to."""
+def _reshard(source: ArraySource, folder: Path, ranks: int, compression: str, common: Common, destination: str) -> Path:
+    """Write the checkpoint to a folder and report it; `destination` is the final folder or URL, for messages."""
     total_bytes = array_bytes(source)
     compressed = "" if compression == "none" else f", compressed with {compression}"
     plan = (
         f"plan: {format_count(len(source.arrays), 'array')}, {format_bytes(total_bytes)} of array data, from "
-        f"{source.record.world_size} to {format_count(ranks, 'rank')}{compressed}, into {shown_place}"
+        f"{source.record.world_size} to {format_count(ranks, 'rank')}{compressed}, into {destination}"
     )
     with reporting(f"reshard {source.location}", common, source, total_bytes=total_bytes) as progress:
-        progress.say(plan)
+        progress.print_line(plan)
         for note in source.notes:
-            progress.say(f"not carried over: {note}")
+            progress.print_line(f"not carried over: {note}")
         path = reshard_into(source, folder, ranks, progress, compression=compression)
         file_bytes, files = _file_bytes(path), stored_files(path)
         ratio = f", the array data compressed {total_bytes / (file_bytes or 1):.2f} times" if compressed else ""
-        progress.say(
+        progress.print_line(
             f"wrote {source.tag} for {format_count(ranks, 'rank')}: {format_bytes(files.size_bytes)} on disk in "
             f"{format_count(files.num_files, 'file')}{ratio}"
         )
@@ -131,5 +131,5 @@ def _reshard(source: ArraySource, folder: Path, ranks: int, compression: str, co
 
 
 def _file_bytes(path: Path) -> int:
-    with open_checkpoint(path) as written:
-        return sum(array.file_bytes for array in written.arrays.values())
+    with open_checkpoint(path) as checkpoint:
+        return sum(array.file_bytes for array in checkpoint.arrays.values())

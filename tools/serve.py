@@ -1,4 +1,4 @@
-"""`zstore serve`: checkpoints and runs over HTTP, with a page that shows them."""
+"""`zstore serve`: serves checkpoints and runs over HTTP, with a web page."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def serve_command(
     ],
     host: Annotated[
         str,
-        typer.Option(help="Address to listen on; one that other machines can reach needs a token.", metavar="ADDRESS"),
+        typer.Option(help="Address to listen on; one reachable from other machines needs a token.", metavar="ADDRESS"),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 8700,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 selects a free one.", min=0, max=65535)] = 8700,
     storage_option: StorageOption = None,
 ) -> int:
-    """Serve the runs in `places` until a signal ends it.
+    """Serve the runs in `places` until a signal stops it.
 
-    The variable ZSTORE_TOKEN has the token that reads and uploads, ZSTORE_READ_TOKEN one that only reads. Without any, only
-    this machine is answered, and there are no uploads.
+    The environment variable ZSTORE_TOKEN has the token for reading and uploading, ZSTORE_READ_TOKEN one for reading only.
+    Without a token, only this machine is served, and uploads are disabled.
     """
     try:
         from zstore.serve.app import run
@@ -54,7 +54,7 @@ def serve_command(
     for root in settings.roots:
         if not is_url(root.location) and not os.path.isdir(root.location):
             print(
-                f"warning: there is no folder {root.location}; runs created in it later are served",
+                f"warning: folder {root.location} does not exist; runs created in it later will be served",
                 file=sys.stderr,
             )
     run(settings, lambda url: print(f"serving on {url}", file=sys.stderr, flush=True))

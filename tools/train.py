@@ -1,4 +1,4 @@
-"""`zstore train`: a run on one process, under torch's elastic launcher, or on processes started here."""
+"""`zstore train`: a run in one process, under torch's elastic launcher, or in processes that it starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TOTAL = "scheduler.params.total_num_steps"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Options on the command line. None: not given."""
+    """Command-line options. None means not given."""
 
     config: Annotated[
         Path, typer.Option(help="Configuration, JSON in the DeepSpeed dialect.", parser=parse_file, metavar="FILE")
@@ -60,7 +60,7 @@ class TrainOptions:
     steps: Annotated[int, typer.Option(help="Total number of steps, including those before a resume.", min=1)]
     data: Annotated[
         Path | None,
-        typer.Option(help="Text file or folder of them, read as bytes (default: Python's standard library)."),
+        typer.Option(help="Text file, or a folder of text files, read as bytes (default: Python's standard library)."),
     ] = None
     save: Annotated[
         str | None,
@@ -77,7 +77,7 @@ class TrainOptions:
         ),
     ] = None
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine.", min=1, metavar="N")] = 1
-    """Under torchrun it is torchrun's."""
+    """Ignored under torchrun, which sets it."""
     metrics: Annotated[
         Path | None, typer.Option(help="Write one JSON object per step to this file.", metavar="FILE.jsonl")
     ] = None
@@ -85,7 +85,7 @@ class TrainOptions:
         int | None, typer.Option(help="Seed of weights and data order (default: the resumed run's, or 0).", metavar="N")
     ] = None
     seq_len: Annotated[
-        int | None, typer.Option(help="Bytes in a sample (default: the resumed run's, or 128).", min=2, metavar="N")
+        int | None, typer.Option(help="Bytes per sample (default: the resumed run's, or 128).", min=2, metavar="N")
     ] = None
     micro_batch: Annotated[
         int | None,
@@ -98,21 +98,21 @@ class TrainOptions:
     storage_option: StorageOption = None
 
     def __post_init__(self) -> None:
-        """Refuse options that require missing ones."""
+        """Reject options that require others that are missing."""
         if self.save_every is not None and self.save is None:
-            raise UsageError("--save-every needs --save DIR, the folder to save in")
+            raise UsageError("--save-every needs --save DIR, the folder to save to")
         if self.resume == "auto" and self.save is None:
             raise UsageError("--resume auto needs --save DIR, the folder to look in")
 
 
 def load_train_config(options: TrainOptions) -> Config:
-    """Return the config file's content, overridden by the command line. Raises ConfigError, which names the file."""
+    """Return the config file's content with the command line's overrides. Raises ConfigError naming the file."""
     from zstore.engine.config.config import load_config, read_config
 
     name = str(options.config)
     raw = read_config(options.config)
-    load_config(raw, name=name)  # checks the shape of the sections that are changed below
-    # The command shows its own progress; the engine's lines are printed only on request.
+    load_config(raw, name=name)  # checks the sections that are changed below
+    # The command shows its own progress, so the engine's progress lines are off by default.
     raw.setdefault("steps_per_print", 0)
     if options.micro_batch is not None:
         raw[_BATCH] = options.micro_batch
@@ -120,45 +120,45 @@ def load_train_config(options: TrainOptions) -> Config:
         raw["seed"] = options.seed
     if options.storage_option:
         section = raw["zstore"] = raw.get("zstore") or {}
-        former = section.get("storage_options") or {}
-        section["storage_options"] = {**former, **parse_options(options.storage_option)}
+        previous = section.get("storage_options") or {}
+        section["storage_options"] = {**previous, **parse_options(options.storage_option)}
     return load_config(raw, name=name)
 
 
 def auto_values(options: TrainOptions, config: Config) -> dict[str, Any]:
-    """Return the values for "auto" in `config`: the options', and a micro-batch of 1 and a warm-up of a tenth of the steps."""
+    """Return the values for "auto" in `config`: the options', a micro-batch of 1, and a warm-up of a tenth of the steps."""
     from zstore.engine.config.resolve import open_keys
 
     settings = config.settings
-    given: dict[str, Any] = {_TOTAL: options.steps}
+    values: dict[str, Any] = {_TOTAL: options.steps}
     if _WARMUP in open_keys(settings):
-        given[_WARMUP] = max(1, min(1000, options.steps // 10))  # at most DeepSpeed's default
+        values[_WARMUP] = max(1, min(1000, options.steps // 10))  # at most DeepSpeed's default
     sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
     if all(size in (None, "auto") for size in sizes) and settings.batch_section is None:
-        given[_BATCH] = 1
-    return given
+        values[_BATCH] = 1
+    return values
 
 
 OFFLOAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Variables that torch reads once, when it is imported. Its threads do not spin while they wait, since I/O and the update
-need the cores; storage that is refilled for every unit is in huge pages, which costs a tenth."""
+"""Variables that torch reads once, when it is imported. Its threads then do not spin while they wait, since I/O and the
+update need the cores; and storage that is refilled for every unit is in huge pages, at a tenth of the cost."""
 
 
 def train_command(options: TrainOptions) -> None:
-    """Train with `options`; with `nproc` over 1 in that many child processes."""
+    """Train with `options`, in `nproc` child processes if it is more than 1."""
     config = load_train_config(options)
     if any(section.device != "none" for section in (config.offload_optimizer, config.offload_param)):
         for name, value in OFFLOAD_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if options.nproc > 1 and "RANK" not in os.environ:
-        _prepare(options, config)  # errors are reported once, not by every rank
-        launch([sys.executable, "-m", "zstore", *sys.argv[1:]], options.nproc)  # RANK is set there
+        _prepare(options, config)  # reports errors once instead of on every rank
+        launch([sys.executable, "-m", "zstore", *sys.argv[1:]], options.nproc)  # sets RANK for each child
     else:
         _train(options, config)
 
 
 def _prepare(options: TrainOptions, config: Config) -> tuple[Source | None, Position, Corpus]:
-    """Return the checkpoint to resume from, the position in the data, and the data. Raises the errors that can be found before
+    """Return the checkpoint to resume from, the position in the data, and the data. Raises errors that can be detected before
     anything is built, and creates no files."""
     from .sample import open_corpus
 
@@ -166,27 +166,26 @@ def _prepare(options: TrainOptions, config: Config) -> tuple[Source | None, Posi
     source = resume_source(options.resume, options.save, storage_options=storage)
     position = start_position(options.seed, options.seq_len, source, storage_options=storage)
     corpus = open_corpus(options.data)
-    corpus.require(position.seq_len)
+    corpus.require_length(position.seq_len)
     if options.save is not None:
         if source is None:
-            require_own_folder(options.save, storage_options=storage)
+            require_empty_folder(options.save, storage_options=storage)
         _require_writable(options.save, storage)
     return source, position, corpus
 
 
 def _require_writable(location: str, storage_options: Mapping[str, Any]) -> None:
-    """Raise StorageError if nothing can be saved in a folder or at a URL, before hours of training. A missing folder is not
-    created."""
+    """Raise StorageError before training starts if a folder or URL cannot be written. A missing folder is not created."""
     if is_url(location):
         require_uploads(location, storage_options)
         return
     folder = Path(location)
     try:
-        present = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        with tempfile.TemporaryFile(dir=present):
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        message = "--save: the folder cannot be written; give one that this user may write"
+        message = "--save: the folder cannot be written; choose one that this user may write to"
         raise storage_error(error, message, path=str(folder)) from error
 
 
@@ -212,13 +211,13 @@ def _train(options: TrainOptions, config: Config) -> None:
 
 
 _GRACE_PERIOD_S = 20.0
-"""Time for ranks to exit after one has failed, while they exchange their errors."""
+"""Time for ranks to exchange errors and exit after one has failed."""
 
 
 def launch(command: Sequence[str], num_ranks: int) -> None:
     """Run `command` in `num_ranks` processes of one group, each with the variables that torchrun sets.
 
-    Raises SystemExit with the code of `zstore run` if any of them failed. None of them outlives this process."""
+    Raises SystemExit with the exit code of `zstore run` if any of them fails. None of them outlives this process."""
     result = run_ranks(RunJob(command=tuple(command), num_ranks=num_ranks, shutdown_timeout_s=_GRACE_PERIOD_S))
     result.print_failure()
     if result.exit_code:
@@ -229,7 +228,7 @@ _log = logging.getLogger("zstore")
 
 
 class TrainLoop:
-    """Runs steps from the engine's current one to `options.steps`, with metrics and saves."""
+    """Runs steps from the engine's current step to `options.steps`, with metrics and saves."""
 
     def __init__(self, options: TrainOptions, engine: Engine, corpus: Corpus, position: Position) -> None:
         self._options = options
@@ -239,18 +238,18 @@ class TrainLoop:
         self._first_step = engine.global_steps
         self._row: dict[str, Any] = {}
         """Metrics of the last step."""
-        self._line_s = float("-inf")
-        """Time of the last printed line of progress."""
+        self._last_line_s = float("-inf")
+        """Time of the last printed progress line."""
         engine.journal.note(total_steps=options.steps, tokens=engine.train_batch_size() * position.seq_len)
 
     def run(self) -> None:
-        """Train, save the last state, and wait for all saves."""
+        """Train, save the final state, and wait for all saves."""
         options, engine = self._options, self._engine
         if engine.global_steps >= options.steps:
             self._print(f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do")
             return
         if options.metrics is not None and engine.global_rank == 0:
-            _drop_lines_from(options.metrics, engine.global_steps + 1)
+            _truncate_metrics(options.metrics, engine.global_steps + 1)
         if options.save is not None:
             engine.watch_signals()
         engine.module.train()
@@ -265,11 +264,11 @@ class TrainLoop:
         engine.wait_for_checkpoint()
 
     def _step(self) -> dict[str, Any]:
-        """Take a step and return its row: the mean loss over ranks and micro-batches, sums of bytes over ranks."""
+        """Take a step and return its metrics: the mean loss over ranks and micro-batches, bytes summed over ranks."""
         from zstore.engine.training.loader import loss_of
 
         engine = self._engine
-        started_s, before = time.perf_counter(), engine.statistics().store
+        started_s, store_before = time.perf_counter(), engine.statistics().store
         losses = []
         for micro in range(engine.gradient_accumulation_steps()):
             inputs, labels = self._batch(micro)
@@ -277,14 +276,14 @@ class TrainLoop:
             losses.append(loss.detach().float())
             engine.backward(loss)
             engine.step()
-        step_s, now = time.perf_counter() - started_s, engine.statistics()
-        mine = (
+        step_s, after = time.perf_counter() - started_s, engine.statistics()
+        local = (
             sum(map(float, losses)) / len(losses),
-            now.store.disk_read_bytes - before.disk_read_bytes,
-            now.store.disk_write_bytes - before.disk_write_bytes,
-            now.process_peak_bytes,
+            after.store.disk_read_bytes - store_before.disk_read_bytes,
+            after.store.disk_write_bytes - store_before.disk_write_bytes,
+            after.process_peak_bytes,
         )
-        loss, read, written, peak = (sum(column) for column in zip(*engine.world.all_gather_object(mine), strict=True))
+        loss, read, written, peak = (sum(column) for column in zip(*engine.world.all_gather_object(local), strict=True))
         return {
             "step": engine.global_steps,
             "loss": loss / engine.world_size,
@@ -310,7 +309,7 @@ class TrainLoop:
 
     @property
     def _samples(self) -> int:
-        """Samples that the run's finished steps used."""
+        """Number of samples that the run's completed steps have used."""
         steps = self._engine.global_steps - self._first_step
         return self._position.samples + steps * self._engine.train_batch_size()
 
@@ -321,7 +320,7 @@ class TrainLoop:
         return step == options.steps or (options.save_every is not None and step % options.save_every == 0)
 
     def _save(self) -> float:
-        """Begin a save in the background; return the seconds that it delayed training."""
+        """Start a save in the background; return the seconds by which it delayed training."""
         handle = self._engine.save_checkpoint(
             str(self._options.save),
             client_state={STATE_KEY: asdict(self._position) | {"samples": self._samples}},
@@ -331,7 +330,7 @@ class TrainLoop:
         return float(handle.stall_s)
 
     def _report(self) -> None:
-        """Append the step's row to the metrics file, and print progress at intervals."""
+        """Append the step's metrics to the metrics file, and print progress at intervals."""
         row, path = self._row, self._options.metrics
         if self._engine.global_rank != 0:
             return
@@ -340,15 +339,16 @@ class TrainLoop:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
-                _log.warning("--metrics %s: lines are missing; training continues: %s", path, error)
+                _log.warning("--metrics %s: lines may be missing; training continues: %s", path, error)
         now_s = time.monotonic()
-        if row["step"] < self._options.steps and now_s - self._line_s < (1 if sys.stderr.isatty() else PLAIN_LINE_S):
+        interval_s = 1 if sys.stderr.isatty() else PLAIN_LINE_S
+        if row["step"] < self._options.steps and now_s - self._last_line_s < interval_s:
             return
-        self._line_s = now_s
-        moved = row["disk_read_bytes"] + row["disk_write_bytes"]
+        self._last_line_s = now_s
+        disk_bytes = row["disk_read_bytes"] + row["disk_write_bytes"]
         self._print(
             f"step {row['step']}/{self._options.steps}  loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  "
-            + (f"disk {moved / row['step_s'] / 1e9:.2f} GB/s  " if moved else "")
+            + (f"disk {disk_bytes / row['step_s'] / 1e9:.2f} GB/s  " if disk_bytes else "")
             + f"memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
         )
 
@@ -357,29 +357,29 @@ class TrainLoop:
             print(text, file=sys.stderr, flush=True)
 
 
-def _drop_lines_from(path: Path, first_step: int) -> None:
-    """Drop the lines of steps that a resumed run repeats, and the last one of a killed run."""
+def _truncate_metrics(path: Path, first_step: int) -> None:
+    """Remove the lines of steps that a resumed run repeats, and an incomplete line of a killed run."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
+    lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             if json.loads(line)["step"] < first_step:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-    path.write_text("".join(kept), encoding="utf-8")
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 STATE_KEY = "zstore_train"
-"""Key of a run's position in the client state."""
+"""Key of the run's position in the client state."""
 
 Source = tuple[str, str | None]
-"""A folder or URL of checkpoints, and a tag; None: the newest."""
+"""A folder or URL of checkpoints, and a tag (None: the newest)."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a run in its data: the settings that determine the samples, and how many were used."""
+    """Position of a run in its data: the settings that determine the samples, and the number used."""
 
     seed: int
     seq_len: int
@@ -389,8 +389,8 @@ class Position:
 def resume_source(
     resume: str | None, save: str | None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Source | None:
-    """Return the source that `DIR`, `DIR@TAG` or `auto` names; None to start fresh. Raises CheckpointNotFoundError for a DIR
-    that does not exist."""
+    """Return the source named by `DIR`, `DIR@TAG` or `auto`; None to start a new run. Raises CheckpointNotFoundError if DIR
+    does not exist."""
     if resume is None:
         return None
     if resume == "auto":
@@ -410,7 +410,7 @@ def resume_source(
 def start_position(
     seed: int | None, seq_len: int | None, source: Source | None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Position:
-    """Return the position to start from; a resumed run keeps its seed and sample length, which determine its order of data."""
+    """Return the position to start from; a resumed run keeps its seed and sample length, which determine its data order."""
     if source is None:
         return Position(seed or 0, seq_len or 128)
     with open_source(*source, storage_options=storage_options) as checkpoint:
@@ -418,26 +418,26 @@ def start_position(
     if not isinstance(state, dict) or not {"seed", "seq_len", "samples"} <= state.keys():
         raise CheckpointMismatchError(
             f"{source[0]}: the checkpoint was not saved by `zstore train`, so its position in the data is unknown; load it "
-            "with `engine.load_checkpoint` in the script that made it"
+            "with `engine.load_checkpoint` in the script that saved it"
         )
     saved = Position(int(state["seed"]), int(state["seq_len"]), int(state["samples"]))
-    for option, given, kept in (("--seed", seed, saved.seed), ("--seq-len", seq_len, saved.seq_len)):
-        if given is not None and given != kept:
+    for option, given, saved_value in (("--seed", seed, saved.seed), ("--seq-len", seq_len, saved.seq_len)):
+        if given is not None and given != saved_value:
             raise CheckpointMismatchError(
-                f"{option} {given}: the checkpoint was trained with {kept}, and the order of its data depends on it; omit "
-                "the option to resume, or start a new run"
+                f"{option} {given}: the checkpoint was trained with {saved_value}, and the order of its data depends on it; "
+                "omit the option to resume, or start a new run"
             )
     return saved
 
 
-def require_own_folder(save: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Raise CheckpointExistsError if `save` has checkpoints: a new run would save under the same names."""
+def require_empty_folder(save: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Raise CheckpointExistsError if `save` has checkpoints, since a new run would save under the same names."""
     try:
-        found = tags(folder_of(save, storage_options))
+        existing = tags(folder_of(save, storage_options))
     except CheckpointNotFoundError:
         return
-    if found:
+    if existing:
         raise CheckpointExistsError(
-            f"--save {save} holds {found[-1].tag} of another run, and this one would save under the same names: pass --resume "
-            f"auto to continue it, name another folder, or remove them (`zstore prune {save}`)"
+            f"--save {save} has {existing[-1].tag} of another run, and this run would save under the same names: pass --resume "
+            f"auto to continue it, choose another folder, or remove them (`zstore prune {save}`)"
         )

@@ -1,4 +1,4 @@
-"""`zstore verify`: every checksum of a checkpoint, in parallel. No torch."""
+"""`zstore verify`: checks every checksum of a checkpoint, in parallel. No torch."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from .printing import ProgressBar, print_json, printable
 
 
 def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None) -> int:
-    """Check `ckpt` and print each fault on stdout; return the exit code, 1 if there is one.
+    """Check `ckpt` and print each fault to stdout; return the exit code, 1 if there are any.
 
-    In a folder of checkpoints `tag` is checked; without one the newest, and checkpoints whose record is not valid are faults
-    too. With `json`, one object: `path`, `faults`, `read_bytes` and `ProgressBar.summary`.
+    In a folder of checkpoints, `tag` is checked, or the newest; then checkpoints with an invalid record are faults too. With
+    `json`, one object: `path`, `faults`, `read_bytes` and `ProgressBar.summary`.
     """
     faults: list[VerifyFault] = []
-    place, named = split_location(ckpt, tag)
+    place, tag_name = split_location(ckpt, tag)
     with contextlib.suppress(CheckpointNotFoundError):
-        refusals = refused(folder_of(place, common.storage_options)) if named is None else []
+        refusals = refused(folder_of(place, common.storage_options)) if tag_name is None else []
         faults += [VerifyFault(file=refusal.location, problem=refusal.reason) for refusal in refusals]
     document: dict[str, Any] = {}
     try:
-        with open_location(place, common, named) as reader:
+        with open_location(place, common, tag_name) as reader:
             if not isinstance(reader, CheckpointReader):
                 raise UsageError(
                     f"zstore verify checks zstore's own checkpoints: {reader.location} is {reader.kind}, which has no "
-                    "checksums; `zstore convert` makes a checkpoint that has"
+                    "checksums; `zstore convert` writes a checkpoint that does"
                 )
             total = sum(array.file_bytes for array in reader.arrays.values())
             with ProgressBar(f"verify {reader.location}", total) as progress:
                 faults += verify_checkpoint(reader, progress.advance)
                 if not faults:
-                    progress.say(f"no faults: every chunk of {len(reader.arrays)} arrays matches its checksum")
-            # For a folder the check reads the files directly, not through its reader.
+                    progress.print_line(f"no faults: every chunk of {len(reader.arrays)} arrays matches its checksum")
+            # In a local folder the check reads the files directly, not through the reader.
             read_bytes = progress.done_bytes if reader.folder.is_local else reader.reading().read_bytes
             document = {"read_bytes": read_bytes, **progress.summary()}
     except CorruptionError as error:

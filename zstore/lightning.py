@@ -4,9 +4,9 @@ From then on `import deepspeed` gives zstore in this process, as after `import z
 imports it.
 """
 
-from zstore.tools.as_deepspeed import put_in_place
+from zstore.tools.as_deepspeed import install_finder
 
-put_in_place(alone=False)  # Lightning starts the ranks, and sets their variables
+install_finder(set_rank_variables=False)  # Lightning starts the ranks, and sets their variables
 
 from zstore.engine.adapters.lightning import ZstoreStrategy  # noqa: E402
 

@@ -102,7 +102,7 @@ class Engine(nn.Module):
         """Accepts a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         checkpoints = self.checkpoints
         # Not a bound method, which would keep this object from being collected.
-        self.journal.saves_s = lambda: {"save called": checkpoints.stall_s}
+        self.journal.save_stall_s = lambda: {"save called": checkpoints.stall_s}
         self.access = Access(self._modules, training, self.checkpoints.wait)
         stepper = training.update.stepper
         if not (training.config.frozen or (stepper is not None and stepper.needs_saved)):
@@ -137,7 +137,7 @@ class Engine(nn.Module):
         if config.settings.fp16.auto_cast and config.precision == "fp16":
             args, kwargs = tree_map(_to_fp16, (args, kwargs))
         self.require_parameters()
-        with self.report.around_forward(), self.access.guard.during("forward"), self._around_forward():
+        with self.report.time_forward(), self.access.guard.during("forward"), self._around_forward():
             return self._loss_backward.watch(self.module(*args, **kwargs))
 
     @contextlib.contextmanager
@@ -207,7 +207,7 @@ class Engine(nn.Module):
         try:
             if boundary:
                 if self.world_size > 1:
-                    self.report.step_begins()
+                    self.report.begin_step()
                 with self.report.timed("optimizer_s"):
                     self.access.guard.check_sample()
                     training.step()
@@ -219,7 +219,7 @@ class Engine(nn.Module):
             accumulation.end_micro_batch(boundary=boundary)
         if boundary:
             if self.report.enabled:
-                self.report.step_ended()
+                self.report.end_step()
             while self._unchecked_states:  # now, since the save on a signal must not fail
                 check_client_state(current_state(self._unchecked_states.pop()))
             if self._save_and_stop is not None and self.stop_requested is not None:
@@ -555,7 +555,7 @@ class Engine(nn.Module):
     def log(self, values: Mapping[str, Any]) -> None:
         """Add numbers to the run's journal, for the last step, such as an accuracy or an evaluation loss ("eval_loss").
         Tensors of one element count as numbers; other values are ignored, as are those of ranks other than 0."""
-        self.journal.logged(values)
+        self.journal.log_metrics(values)
 
     @property
     def load_report(self) -> LoadReport | None:
@@ -622,7 +622,7 @@ class Engine(nn.Module):
                     self.save_checkpoint(save_dir, new_tag, state)
             self.wait_for_checkpoint()
             self.world.watch.agreed = True  # no failure of the run
-            self.journal.stops(stop := SystemExit(STOPPED_EXIT_CODE))
+            self.journal.record_stop(stop := SystemExit(STOPPED_EXIT_CODE))
             raise stop
 
     @property
@@ -725,7 +725,7 @@ class Engine(nn.Module):
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
         report = self.report
-        return engine_statistics(self.training_state, report.times, self.journal.saves_s(), report.utilisation)
+        return engine_statistics(self.training_state, report.times, self.journal.save_stall_s(), report.utilisation)
 
     @property
     def global_samples(self) -> int:
@@ -777,7 +777,7 @@ class Engine(nn.Module):
         if value is not None:
             self.world.watch.report_error(value)
             if not isinstance(value, SystemExit):
-                self.journal.stops(value)
+                self.journal.record_stop(value)
         try:
             self.close()
         except BaseException as error:

@@ -21,12 +21,12 @@ from ..access.access import live_runs
 from ..build.builder import mark_trained, outside_block
 from ..build.model import mark_leaves_of, require_shapes, warn_of_float64
 from ..config.config import Config, load_config
-from ..config.resolve import ResolveContext, precision_note, read_answers
+from ..config.resolve import ResolveContext, precision_note, read_auto_values
 from ..extras import register_parts
 from ..optim.optimizer import LossScaler, NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
 from ..plan.plan import hidden_size
-from ..plan.run import find_native
+from ..plan.run import agree_on_native_types
 from ..report.monitors import open_monitors
 from ..runtime.device import Streams
 from ..runtime.process import init_distributed, show_messages, warn_once
@@ -96,12 +96,12 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         model, compiler = wrapper._orig_mod, wrapper.dynamo_ctx
     show_messages()
     register_parts()
-    answers = read_answers(auto)
-    loaded = load_config(config_source(args, config, config_params)).with_answers(answers)
+    auto_values = read_auto_values(auto)
+    loaded = load_config(config_source(args, config, config_params)).with_auto_values(auto_values)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
     frozen = frozen or _has_no_optimizer(loaded, optimizer, lr_scheduler)
-    native = find_native(world)
+    native = agree_on_native_types(world)
     steps_whole = optimizer is not None and rule_of(type(optimizer)).stepper is not None
     resolved = loaded.resolve(
         ResolveContext(
@@ -112,7 +112,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             optimizer_name=type(optimizer).__name__ if steps_whole else "",
             client_scheduler=lr_scheduler is not None,
             frozen=frozen,
-            answers=answers,
+            auto_values=auto_values,
         )
     )
     if resolved.settings.log_level is not None:
@@ -122,7 +122,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         if (note := precision_note(loaded.settings, resolved.precision, native, device)) is not None:
             _log.log(*note)
         _log_choices(loaded, resolved)
-    for _, section in resolved.settings.sections_on():
+    for _, section in resolved.settings.enabled_sections():
         section.prepare(model)
     warn_of_float64(model, resolved)
     if resolved.stage == 3:

@@ -133,7 +133,7 @@ class Checkpoints:
                 )
         if own_tag != agreed_tag:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, own_tag, agreed_tag)
-        report = self._journal.save_begins(agreed_tag, folder, upload)
+        report = self._journal.begin_save(agreed_tag, folder, upload)
 
         def begin() -> SaveHandle:
             # Before anything is pinned.
@@ -157,7 +157,7 @@ class Checkpoints:
     def note_folder(self, folder: str) -> None:
         """Set the folder of later checkpoints. Raises UsageError for a URL that no file system opens."""
         self.folder = self.folder or folder
-        self._journal.saves_in(*self._destination(folder))
+        self._journal.set_save_folder(*self._destination(folder))
 
     def _destination(self, location: str) -> tuple[Path, UploadPlace | None]:
         """Return the folder of a save; for a URL, the local folder of its files until they are uploaded, and the destination
@@ -351,7 +351,7 @@ class Checkpoints:
                 self.folder = path.rpartition("/")[0]
             elapsed_s = time.perf_counter() - started
             read_bytes, resumes = restore.report.read_bytes, restore.resumes
-            self._journal.loaded(path, restore.tag, elapsed_s, read_bytes, resumes=resumes)
+            self._journal.record_load(path, restore.tag, elapsed_s, read_bytes, resumes=resumes)
         stepper_state = state.pop(STATE_KEY, None)
         stepper = self._training.update.stepper
         if stepper is not None and path is not None and options.optimizer:

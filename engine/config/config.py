@@ -22,7 +22,7 @@ from zstore.io import user_path
 from .keys import Notice, Status, problem_text
 from .optimizers import OPTIMIZERS, Moments, OptimizerParams
 from .parse import load_jsonc, parse
-from .resolve import BatchSizes, ResolveContext, resolve_settings, with_answers
+from .resolve import BatchSizes, ResolveContext, resolve_settings, with_auto_values
 from .sections import ConfigSections, Fp16Section, OffloadSection, ZeroSection, ZstoreSection
 from .values import show
 
@@ -37,16 +37,16 @@ class Config:
     source: str
     """Path of the file, or another name for messages."""
     notices: tuple[Notice, ...] = ()
-    """Each set key that does not act, once, with the reason."""
+    """One notice per set key that has no effect, or another effect than the config says, with the reason."""
     resolved: bool = False
     world_size: int = 1
     """Ranks of the run, once resolved."""
     frozen: bool = False
     """For an engine without an optimizer, which has no state to offload and takes no steps."""
     whole_tensors: bool = False
-    """The optimizer's step needs whole tensors, which ranks exchange."""
-    keeps_whole: bool = False
-    """Every rank keeps the whole state of the optimizer, and its own gradients."""
+    """The optimizer's step needs whole tensors, which are exchanged between ranks."""
+    replicates_state: bool = False
+    """Every rank holds a full copy of the optimizer state, and its own gradients."""
 
     def report(self) -> list[str]:
         """Return the notices as lines to print, one per reason."""
@@ -55,9 +55,9 @@ class Config:
             keys.setdefault(notice.message, []).append(notice.key)
         return [f"{', '.join(names)}: {message}" for message, names in keys.items()]
 
-    def with_answers(self, answers: Mapping[str, Any]) -> "Config":
-        """Return this config with `answers`, by dotted key, in place of "auto"; batch sizes wait for `resolve`."""
-        return replace(self, settings=with_answers(self.settings, answers))
+    def with_auto_values(self, auto_values: Mapping[str, Any]) -> "Config":
+        """Return this config with "auto" replaced by `auto_values`, by dotted key; `resolve` fills in batch sizes."""
+        return replace(self, settings=with_auto_values(self.settings, auto_values))
 
     def resolve(self, context: ResolveContext) -> "Config":
         """Return this config with every "auto" and the batch sizes filled in from `context`.
@@ -70,42 +70,42 @@ class Config:
         resolved = replace(self, settings=settings, resolved=True, world_size=context.world_size, frozen=context.frozen)
         notices = list(self.notices)
         if context.frozen:
-            notices = [notice for notice in notices if not notice.key.startswith(_OF_TRAINING)]
-            defaults = {key: value for key, value in defaults.items() if not key.startswith(_OF_TRAINING)}
-            notices += _of_defaults(defaults)
+            notices = [notice for notice in notices if not notice.key.startswith(_TRAINING_KEY_PREFIXES)]
+            defaults = {key: value for key, value in defaults.items() if not key.startswith(_TRAINING_KEY_PREFIXES)}
+            notices += _default_notices(defaults)
             return replace(resolved, notices=tuple(notices))
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
                 notices.append(Notice(Status.NO_EFFECT, f"the {key} passed to initialize() is used", (key,)))
-        kind = context.optimizer_name if settings.optimizer is None else settings.optimizer.type
-        rule = OPTIMIZERS.get(kind, OptimizerParams)
+        optimizer_name = context.optimizer_name if settings.optimizer is None else settings.optimizer.type
+        params_type = OPTIMIZERS.get(optimizer_name, OptimizerParams)
         clips = "gradient_clipping" in self.settings.model_fields_set and "gradient_clipping" not in defaults
-        if rule.keeps_whole and not clips:  # the default is for optimizers that can be clipped
+        if params_type.replicates_state and not clips:  # the default is for optimizers that can be clipped
             settings = settings.model_copy(update={"gradient_clipping": 0.0})
             defaults |= {"gradient_clipping": 0.0} if "gradient_clipping" in defaults else {}
-        notices += _of_defaults(defaults)
+        notices += _default_notices(defaults)
         if context.world_size == 1:
-            notices += _single_rank(settings.zero_optimization, {notice.key for notice in notices})
-        if found := list(rule.conflicts(settings, kind)):
-            raise ConfigError(problem_text(self.source, list(map(str, found))))
-        whole_tensors = rule.whole_tensors or bool(context.optimizer_name)
-        resolved = replace(resolved, settings=settings, whole_tensors=whole_tensors, keeps_whole=rule.keeps_whole)
-        return replace(resolved, notices=(*notices, *resolved._substitutions()))
+            notices += _single_rank_notices(settings.zero_optimization, {notice.key for notice in notices})
+        if conflicts := list(params_type.conflicts(settings, optimizer_name)):
+            raise ConfigError(problem_text(self.source, list(map(str, conflicts))))
+        resolved = replace(resolved, settings=settings, replicates_state=params_type.replicates_state)
+        resolved = replace(resolved, whole_tensors=params_type.whole_tensors or bool(context.optimizer_name))
+        return replace(resolved, notices=(*notices, *resolved._substitution_notices()))
 
-    def _substitutions(self) -> Iterator[Notice]:
-        """Yield notices of the step mode, and of the policy on gradients that are not finite, that replace the config's."""
-        _, text = self._step_mode()
+    def _substitution_notices(self) -> Iterator[Notice]:
+        """Yield a notice if the effective step mode, or policy for non-finite gradients, differs from the config's."""
+        _, text = self._effective_step_mode()
         if text and self.zstore.step_overlap != "auto":
-            yield Notice(Status.BUILT, text, ("zstore.step_overlap",))
+            yield Notice(Status.ACTIVE, text, ("zstore.step_overlap",))
         policy = self.non_finite_gradients
         if self.zstore.non_finite_gradients != policy and "non_finite_gradients" in self.zstore.model_fields_set:
-            by = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
-            yield Notice(Status.BUILT, f'is treated as "{policy}", because of {by}', ("zstore.non_finite_gradients",))
+            key = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
+            yield Notice(Status.ACTIVE, f'is treated as "{policy}" because of {key}', ("zstore.non_finite_gradients",))
 
-    def _resolved(self) -> Any:
+    def _resolved_settings(self) -> Any:
         if not self.resolved:
-            raise UsageError('this config may still say "auto": call resolve() and read what it returns')
+            raise UsageError('this config may still contain "auto": call resolve() and use the config that it returns')
         return self.settings
 
     @property
@@ -121,7 +121,7 @@ class Config:
     @property
     def batch(self) -> BatchSizes:
         """Samples per step, per forward, and forwards per step."""
-        s = self._resolved()
+        s = self._resolved_settings()
         return BatchSizes(
             train_batch_size=s.train_batch_size,
             micro_batch_size=s.train_micro_batch_size_per_gpu,
@@ -131,7 +131,7 @@ class Config:
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """Type of parameters and gradients; masters are always in fp32."""
-        if self._resolved().bf16.enabled:
+        if self._resolved_settings().bf16.enabled:
             return "bf16"
         return "fp16" if self.settings.fp16.enabled else "fp32"
 
@@ -150,20 +150,20 @@ class Config:
     def moment_type(self) -> Moments:
         """Type of the optimizer's moments."""
         section = self.settings.optimizer
-        asked = self.settings.bf16.bf16_optimizer_states
-        asked = asked or (section is not None and not section.params.fp32_optimizer_states)
-        return self.zstore.moments or ("bf16" if asked else "fp32")
+        requests_bf16 = self.settings.bf16.bf16_optimizer_states
+        requests_bf16 = requests_bf16 or (section is not None and not section.params.fp32_optimizer_states)
+        return self.zstore.moments or ("bf16" if requests_bf16 else "fp32")
 
     @property
     def gradient_clipping(self) -> float:
-        """Largest global norm of the gradients; 0: off."""
-        return float(self._resolved().gradient_clipping)
+        """Maximum global norm of the gradients; 0: no clipping."""
+        return float(self._resolved_settings().gradient_clipping)
 
     @property
     def stage(self) -> int:
-        """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Stage 1 is 0 with an optimizer
-        whose state is whole on every rank."""
-        return 0 if self.keeps_whole and self.zero.stage == 1 else self.zero.stage
+        """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Stage 1 becomes 0 with an
+        optimizer whose state is replicated on every rank."""
+        return 0 if self.replicates_state and self.zero.stage == 1 else self.zero.stage
 
     @property
     def offload_optimizer(self) -> OffloadSection:
@@ -171,13 +171,13 @@ class Config:
         return _ON_DEVICE if self.frozen else self.zero.offload_optimizer
 
     @property
-    def fills_device(self) -> bool:
+    def fills_device_memory(self) -> bool:
         """Whether as much optimizer state is updated on the device as fits in its memory."""
         return self.offload_optimizer.device != "none" and self.zero.offload_optimizer.ratio == "auto"
 
     @property
     def offload_param(self) -> OffloadSection:
-        """Where parameters are stored between their uses: below stage 3 on the device."""
+        """Where parameters are stored between uses; below stage 3, on the device."""
         return _ON_DEVICE if self.stage < 3 else self.zero.offload_param
 
     @property
@@ -197,32 +197,32 @@ class Config:
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
-        """When updates run. "auto" runs them in the backward, or in the background, if state or parameters are offloaded:
-        they move bytes during the computation then."""
-        return self._step_mode()[0]
+        """When updates run. "auto" runs them in the backward or in the background if state or parameters are offloaded, so
+        that transfers overlap with computation."""
+        return self._effective_step_mode()[0]
 
-    def _step_mode(self) -> tuple[Literal["none", "backward", "forward"], str]:
+    def _effective_step_mode(self) -> tuple[Literal["none", "backward", "forward"], str]:
         """Return when updates run, and, if that differs from the config's mode, a notice with the reason."""
-        mode, offloads = self.zstore.step_overlap, (self.offload_optimizer, self.offload_param)
+        mode, offload_sections = self.zstore.step_overlap, (self.offload_optimizer, self.offload_param)
         if mode == "auto":
-            mode = "backward" if any(each.device != "none" for each in offloads) else "none"
+            mode = "backward" if any(section.device != "none" for section in offload_sections) else "none"
         if self.frozen or mode == "none":
             return "none", ""
         if self.whole_tensors:
             return "none", (
-                'is treated as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank '
-                "may exchange at a time"
+                'is treated as "none": this optimizer needs whole tensors, which are exchanged between ranks, and only one '
+                "thread of a rank may use collectives at a time"
             )
         if mode == "backward" and self.stage < 2 and self.world_size > 1:
             return (
                 "none",
-                'is treated as "none": at stages 0 and 1 gradients are reduced once a step, after the backward',
+                'is treated as "none": at stages 0 and 1 gradients are reduced once per step, after the backward',
             )
         text = ""
         if mode == "backward" and (self.gradient_clipping > 0 or self.non_finite_gradients != "error"):
             mode = "forward"
             text = (
-                'is treated as "forward": clipping, and a check for finite values, need all gradients before any update'
+                'is treated as "forward": clipping and the check for finite values need all gradients before any update'
             )
         if mode == "forward" and not (self.stage == 3 and (self.world_size > 1 or self.offload_param.device != "none")):
             text = (
@@ -243,7 +243,7 @@ class Config:
 
 
 _ON_DEVICE = OffloadSection.model_construct(device="none")
-_OF_TRAINING = (
+_TRAINING_KEY_PREFIXES = (
     "optimizer", "scheduler", "gradient_", "prescale_gradients", "fp16.", "steps_per_print", "wall_clock_breakdown",
     "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_",
     "zstore.step_overlap", "zstore.moments", "bf16.bf16_optimizer_states",
@@ -251,22 +251,22 @@ _OF_TRAINING = (
 """Prefixes of the keys that have no effect on an engine without an optimizer."""
 
 
-def _single_rank(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:
-    """Yield the keys that have no effect on a single rank, except for `known` ones."""
+def _single_rank_notices(zero: ZeroSection, reported_keys: Container[str]) -> Iterator[Notice]:
+    """Yield the keys that have no effect on a single rank, except for those in `reported_keys`."""
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
-        if getattr(zero, name) and f"zero_optimization.{name}" not in known:
-            yield Notice(Status.NO_EFFECT, "one rank sends nothing to others", (f"zero_optimization.{name}",))
+        if getattr(zero, name) and f"zero_optimization.{name}" not in reported_keys:
+            yield Notice(Status.NO_EFFECT, "a single rank sends nothing", (f"zero_optimization.{name}",))
 
 
-def _of_defaults(defaults: Mapping[str, Any]) -> Iterator[Notice]:
-    """Yield a notice with the default of each "auto" without an answer."""
+def _default_notices(defaults: Mapping[str, Any]) -> Iterator[Notice]:
+    """Yield a notice with the defaults of the "auto" keys that got no value."""
     if defaults:
-        taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
-        text = (
-            f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or "
+        listed = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
+        message = (
+            f"no value was given, so these defaults are used: {listed}. For other values, set them in the config or "
             f'pass initialize(..., auto={{"{next(iter(defaults))}": ...}})'
         )
-        yield Notice(Status.BUILT, text, ('"auto"',))
+        yield Notice(Status.ACTIVE, message, ('"auto"',))
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, name: str = "config") -> Config:
@@ -283,7 +283,7 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, 
         name = os.fspath(source)
         raw = read_config(source)
     else:
-        raise ConfigError(f"expected a config as dict or as the path of a JSON file, got {type(source).__name__}")
+        raise ConfigError(f"expected a config as a dict or the path of a JSON file, got {type(source).__name__}")
     settings, notices, _ = parse(raw)
     if errors := [str(notice) for notice in notices if notice.is_error]:
         raise ConfigError(problem_text(name, errors))
@@ -300,7 +300,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         text = user_path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"config file {name} does not exist (looked from {Path.cwd()})") from None
+        raise ConfigError(f"config file {name} does not exist (working directory: {Path.cwd()})") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {name} cannot be read: {error}") from error
     return load_jsonc(text, name)
@@ -309,7 +309,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed` (a flag for the script's own use) and `--deepspeed_config PATH`, and return `parser`.
 
-    The older `--deepscale` and `--deepscale_config` are accepted too, and not listed.
+    The older `--deepscale` and `--deepscale_config` are also accepted, but not listed in the help.
     """
     group = parser.add_argument_group("DeepSpeed", "configuration in the DeepSpeed dialect")
     group.add_argument("--deepspeed", action="store_true", help="for the script's own use; changes nothing else")

@@ -1,4 +1,4 @@
-"""The status of a config key, messages about keys, the base of all sections of the schema, and the keys that do not act."""
+"""Status of config keys, messages about keys, the base class of all sections of the schema, and the inactive keys."""
 
 import ast
 import inspect
@@ -13,38 +13,38 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_arg
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from .values import Anything, Auto, Bool, Count, DataType, Fraction, OneOf, Position, Positive, Real, Unread
+from .values import Anything, Auto, Bool, Count, DataType, Fraction, Ignored, OneOf, Position, Positive, Real
 
 
 class Status(Enum):
     """The effect of a key that is set."""
 
-    BUILT = "acts"
-    """It acts as documented."""
-    NOT_BUILT = "not built"
-    """Not done, without a change of the result of training; a notice names the drawback and the substitute."""
+    ACTIVE = "active"
+    """It has the documented effect."""
+    NOT_IMPLEMENTED = "not implemented"
+    """Training gives the same result without it; a notice names the drawback and the alternative."""
     NO_EFFECT = "no effect"
-    """Nothing is lost without it: it happens anyway, or does not apply; it is reported."""
+    """Nothing is lost without it, since it happens anyway or does not apply; it is reported."""
     REFUSED = "refused"
     """Training without it would differ from the config: an error."""
-    WRONG = "error"
+    INVALID = "error"
     """An unknown key, a wrong value, or a conflict with another key."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Set keys that do not act, act differently from what they say, or are errors."""
+    """Set keys that have no effect, have another effect than the config says, or are errors."""
 
     status: Status
     text: str
-    """The substitute, or the reason; the text of an error."""
+    """The alternative or the reason; for an error, its text."""
     keys: tuple[str, ...]
     """Dotted paths."""
 
     @property
     def is_error(self) -> bool:
-        """Whether the config is refused because of it."""
-        return self.status in (Status.REFUSED, Status.WRONG)
+        """Whether it makes the config invalid."""
+        return self.status in (Status.REFUSED, Status.INVALID)
 
     @property
     def key(self) -> str:
@@ -53,9 +53,9 @@ class Notice:
 
     @property
     def message(self) -> str:
-        """The text, after the status of keys that do not act."""
-        is_idle = self.status in (Status.NOT_BUILT, Status.NO_EFFECT)
-        return f"{self.status.value}: {self.text}" if is_idle else self.text
+        """The text, preceded by the status if the keys are inactive."""
+        is_inactive = self.status in (Status.NOT_IMPLEMENTED, Status.NO_EFFECT)
+        return f"{self.status.value}: {self.text}" if is_inactive else self.text
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}" if self.key else self.message
@@ -68,24 +68,24 @@ def problem_text(source: str, problems: Sequence[str]) -> str:
     return f"{source}: {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
 
 
-def built(default: Any, *, stages: tuple[int, ...] = (), text: str | None = None) -> Any:
-    """A key that acts, only at these ZeRO stages if any are given; `text` describes it if it has no docstring."""
+def option(default: Any, *, stages: tuple[int, ...] = (), text: str | None = None) -> Any:
+    """Declare an active key, restricted to these ZeRO stages if any are given; `text` replaces a docstring."""
     return Field(default=default, description=text, json_schema_extra={"stages": list(stages)})
 
 
-def _extra(field: FieldInfo) -> Mapping[str, Any]:
+def _field_extra(field: FieldInfo) -> Mapping[str, Any]:
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
-def about(field: FieldInfo) -> tuple[Status, str]:
-    """Return the status of a key, and the reason if it does not act."""
-    extra = _extra(field)
-    return extra.get("status", Status.BUILT), extra.get("why", "")
+def status_of(field: FieldInfo) -> tuple[Status, str]:
+    """Return the status of a key, and the reason if it is inactive."""
+    extra = _field_extra(field)
+    return extra.get("status", Status.ACTIVE), extra.get("why", "")
 
 
 def stages_of(field: FieldInfo) -> Sequence[int]:
-    """Return the ZeRO stages at which a key acts; empty: at all."""
-    stages: Sequence[int] = _extra(field).get("stages", ())
+    """Return the ZeRO stages at which a key is active; empty means all."""
+    stages: Sequence[int] = _field_extra(field).get("stages", ())
     return stages
 
 
@@ -94,25 +94,25 @@ def type_of(field: FieldInfo) -> Any:
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
-def answer_type(field: FieldInfo) -> Any:
-    """Return the type of the answers to "auto" in a field; None if it cannot be "auto"."""
+def auto_value_type(field: FieldInfo) -> Any:
+    """Return the type of the values that can replace "auto" in a field; None if it cannot be "auto"."""
     kinds = get_args(field.annotation)
-    return Union[tuple(one for one in kinds if one not in (Auto, NoneType))] if Auto in kinds else None  # noqa: UP007
+    return Union[tuple(kind for kind in kinds if kind not in (Auto, NoneType))] if Auto in kinds else None  # noqa: UP007
 
 
 class Section(BaseModel):
-    """An object of the config, which `parse` reads. Frozen; unknown keys are errors; null counts as a missing key."""
+    """An object in the config, read by `parse`. Frozen; unknown keys are errors; null counts as a missing key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     renames: ClassVar[Mapping[str, str]] = {}
     """Other spellings of keys."""
     variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {}
-    """Keys with one of several sections, selected by the preceding key `type`; a missing section is empty."""
+    """Keys whose section is selected from several by the preceding key `type`; a missing section is empty."""
     switch: ClassVar[str | None] = None
     """The key that turns the section on; if it is off, the other keys have no effect."""
-    gives_batch: ClassVar[bool] = False
-    """Whether the section, if on, determines the batch sizes in place of their keys, by `sizes_at`."""
+    determines_batch: ClassVar[bool] = False
+    """Whether the section, if on, determines the batch sizes by `sizes_at`, overriding their keys."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         rows = [(Status(status), *row) for status, rows in INACTIVE.items() for row in rows]
@@ -129,11 +129,11 @@ class Section(BaseModel):
         return data
 
     def notices(self, settings: Any) -> Iterator[Notice]:
-        """Yield errors of the section, if on, also with other keys, and other keys that have no effect because of it."""
+        """Yield, if the section is on, its errors and conflicts with other keys, and keys it leaves without effect."""
         return iter(())
 
     def prepare(self, model: Any) -> None:
-        """Change a model as the section, if enabled, requires, before an engine is created for it."""
+        """Modify the model, if the section is enabled, before an engine is created for it."""
 
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
         """Return (train batch, micro-batch, accumulation steps) for a world size. Raises ValueError, with advice, if none
@@ -161,41 +161,41 @@ def settings_in(section: Section, prefix: str = "") -> Iterator[Setting]:
     """Yield the keys that are set in `section` and its inner sections, in the order of the schema."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set:
-            one = Setting(f"{prefix}{name}", section, name, getattr(section, name), field)
-            if isinstance(one.value, Section):
-                yield from settings_in(one.value, f"{one.key}.")
+            setting = Setting(f"{prefix}{name}", section, name, getattr(section, name), field)
+            if isinstance(setting.value, Section):
+                yield from settings_in(setting.value, f"{setting.key}.")
             else:
-                yield one
+                yield setting
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """Return the section that is the type of a field; None: its type is no section."""
+    """Return the section class that is the type of a field; None if its type is not a section."""
     kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def description(section: type[Section], name: str) -> str:
-    """Return the docstring of a key, read from the source on demand: pydantic would read all at each start."""
+    """Return the docstring of a key, read from the source on demand: pydantic would read all of them at startup."""
     if (text := section.model_fields[name].description) is not None:
         return text
-    return next((found[name] for kind in section.__mro__ if name in (found := _docstrings(kind))), "")
+    return next((docstrings[name] for kind in section.__mro__ if name in (docstrings := _docstrings(kind))), "")
 
 
 @cache
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings of a section's own fields, without its base's."""
+    """Return the docstrings of the fields that a section declares itself, without inherited ones."""
     if not issubclass(kind, Section):
         return {}
     try:
         source = inspect.getsource(kind)
-    except OSError:  # generated from a table that has the descriptions
+    except OSError:  # a class generated from a table with descriptions
         return {}
-    found = {}
+    docstrings = {}
     for pair in pairwise(ast.parse(source).body[0].body):  # type: ignore[attr-defined]
         match pair:
             case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
-                found[name] = inspect.cleandoc(text)
-    return found
+                docstrings[name] = inspect.cleandoc(text)
+    return docstrings
 
 
 def known_keys(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
@@ -205,42 +205,43 @@ def known_keys(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
             yield key, field
 
 
-def spelled_keys(section: type[Section], outer: str = "", place: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
-    """Yield (dotted path as written, dotted path, field) for each spelling of the keys of `section` and its inner sections."""
-    for written, name in ({name: name for name in section.model_fields} | dict(section.renames)).items():
+def spelled_keys(section: type[Section], written: str = "", key: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
+    """Yield (dotted path as written, dotted path, field) for each spelling of the keys of `section` and its inner sections;
+    `written` and `key` are prefixes of the paths."""
+    for spelling, name in ({name: name for name in section.model_fields} | dict(section.renames)).items():
         field = section.model_fields[name]
-        yield outer + written, place + name, field
+        yield written + spelling, key + name, field
         for inner in section.variants.get(name, {"": section_of(field)}).values():
             if inner is not None:
-                yield from spelled_keys(inner, f"{outer}{written}.", f"{place}{name}.")
+                yield from spelled_keys(inner, f"{written}{spelling}.", f"{key}{name}.")
 
 
-def acting(section: Section) -> dict[str, Any]:
-    """Return the keys of `section` and its inner sections that act, with their values, as JSON data."""
+def active_values(section: Section) -> dict[str, Any]:
+    """Return the active keys of `section` and its inner sections with their values, as JSON data."""
     fields = type(section).model_fields
-    values = {name for name, field in fields.items() if section_of(field) is None and about(field)[0] is Status.BUILT}
-    found = section.model_dump(mode="json", include=values)
+    active = {name for name, field in fields.items() if not section_of(field) and status_of(field)[0] is Status.ACTIVE}
+    values = section.model_dump(mode="json", include=active)
     for name in fields:
-        if isinstance(inner := getattr(section, name), Section) and (keys := acting(inner)):
-            found[name] = keys
-    return {name: found[name] for name in fields if name in found}
+        if isinstance(inner := getattr(section, name), Section) and (keys := active_values(inner)):
+            values[name] = keys
+    return {name: values[name] for name in fields if name in values}
 
 
 _MEAN = (
-    "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
+    "gradients are averaged in one fixed way, with tested bits; to avoid overflow in fp16 lower "
     "fp16.initial_scale_power, or train in bf16"
 )
-_KERNEL = "there is one update kernel, torch's fused one, on every device"
+_KERNEL = "every device uses one update kernel, torch's fused one"
 _ANY_SIZE = "every checkpoint loads at any world size"
-_ONE_WAY = "parameters are always gathered flat, unit by unit"
+_FLAT_GATHERS = "parameters are always gathered flat, unit by unit"
 _UNUSED = "DeepSpeed's class does not use it either; eps is added to the root"
 _FP32 = (
-    "masters are kept in fp32, which takes 4 bytes a parameter; zstore.moments saves 4 of the 8 of Adam's moments, and "
-    "offload_optimizer takes them off the device"
+    "masters are kept in fp32, at 4 bytes per parameter; zstore.moments saves 4 of the 8 bytes of Adam's moments, and "
+    "offload_optimizer moves them off the device"
 )
-_IO = "requests are always submitted singly and overlapped, by threads"
+_IO = "threads always submit requests one by one, and overlap them"
 _NOT_PARTITIONED = (
-    "there is no model parallelism, so each rank keeps the inputs of its blocks whole; cpu_checkpointing takes them "
+    "there is no model parallelism, so each rank keeps the full inputs of its blocks; cpu_checkpointing moves them "
     "off the device"
 )
 
@@ -249,21 +250,21 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "seq_parallel_comm_data_type", DataType | None, None, "there is no sequence parallelism"),
     ("ConfigSections", "disable_allgather", Bool, False, "updated shards are always all-gathered"),
     ("ConfigSections", "zero_allow_untested_optimizer", Bool, False,
-     ("all that a config names work at every stage and tier; one passed as an object that has no place in "
+     ("every optimizer that a config can name works at every stage and tier; an object of a class not listed in "
       "docs/optimizers.md works at stage 0 without offload")),
     ("ConfigSections", "zero_force_ds_cpu_optimizer", Bool, True, _KERNEL),
     ("ConfigSections", "use_data_before_expert_parallelism", Bool, False, "there is no expert parallelism"),
-    ("ConfigSections", "autotuning", Unread, None,
+    ("ConfigSections", "autotuning", Ignored, None,
      "a run trains with the config as written; `zstore plan --config FILE` says what fits"),
-    ("ConfigSections", "vocabulary_size", Unread, None, "it follows from the model"),
+    ("ConfigSections", "vocabulary_size", Ignored, None, "it follows from the model"),
     ("OffloadOptimizerSection", "fast_init", Bool, False,
-     "new moments are not written at all: what was never written reads as zeros"),
+     "new moments are not written at all: unwritten data reads as zeros"),
     ("OffloadOptimizerSection", "pipeline_read pipeline_write", Bool, False,
      "an update always prefetches and writes back in the background, as far as its buffers allow"),
     ("OffloadOptimizerSection", "convert_grad_on_cpu", Bool, True,
-     "the update casts what is still in 16 bits, tile by tile, where it runs"),
+     "the update casts 16-bit gradients tile by tile, where it runs"),
     ("ZeroSection", "sub_group_size", Positive | None, None,
-     "an update streams tiles of 1 MiB at most through a few buffers, for models of any size"),
+     "an update streams tiles of at most 1 MiB through a few buffers, for models of any size"),
     ("ZeroSection", "contiguous_gradients", Bool, True,
      "gradients are always reduced from flat buckets, which are freed at once, so memory is not fragmented"),
     ("ZeroSection", "allgather_partitions", Bool, True,
@@ -272,19 +273,19 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ZeroSection", "elastic_checkpoint", Bool, False, _ANY_SIZE),
     ("ZeroSection", "use_multi_rank_bucket_allreduce", Bool, True,
      "a bucket is reduced for all ranks in one collective"),
-    ("ZeroSection", "compute_grad_norm", Bool, True, "the global norm is part of every step's report"),
+    ("ZeroSection", "compute_grad_norm", Bool, True, "the global norm is computed at every step"),
     ("ZeroSection", "parameter_alignment", Bool, False, "shards are cut at multiples of 16 elements"),
-    ("ZeroSection", "stage3_module_granularity_threshold", Count, 0, _ONE_WAY),
-    ("ZeroSection", "stage3_use_all_reduce_for_fetch_params", Bool, False, _ONE_WAY),
+    ("ZeroSection", "stage3_module_granularity_threshold", Count, 0, _FLAT_GATHERS),
+    ("ZeroSection", "stage3_use_all_reduce_for_fetch_params", Bool, False, _FLAT_GATHERS),
     ("ZeroSection", "stage3_partition_stream_chunk_size", Count, 0, "parameters of any size are cut by rows"),
     ("ZeroSection", "mics_hierarchical_params_gather", Bool, False, "it belongs to mics_shard_size"),
     ("ZeroSection", "memory_efficient_linear", Bool, True, "linear layers are torch's own"),
     ("ZeroSection", "override_module_apply", Bool, True, "modules are not patched"),
     ("ZeroSection", "pipeline_loading_checkpoint", Bool, False, "each rank reads only the rows that it owns"),
-    ("ZeroSection", "enable_sanity_checks", Bool, False, "every transfer is checked always"),
+    ("ZeroSection", "enable_sanity_checks", Bool, False, "every transfer is always checked"),
     ("ZeroSection", "legacy_stage1", Bool, False, "there is one implementation of all stages"),
     ("ZeroSection", "save_muon_momentum_buffer_in_memory", Bool, False,
-     "it is with all other state: see offload_optimizer"),
+     "it is stored with all other state: see offload_optimizer"),
     ("ZeroSection", "cpu_offload_use_pin_memory", Bool, False,
      "without cpu_offload there is nothing to pin; with an offload section, write pin_memory there"),
     ("OptimizerParams", "fused", Bool, True, _KERNEL),
@@ -293,8 +294,8 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("AdamParams", ("freeze_step var_freeze_step var_update_scaler local_step_scaler local_step_clipper "
                      "cuda_aware comm_backend_name max_coeff min_coeff momentum"), Anything, None,
      "it belongs to another optimizer and has no meaning for Adam; remove it"),
-    ("MuonParams", "ns_method", Anything, None, "the standard iteration runs; the other gives the same up to rounding"),
-    ("_OneBitParams", "cuda_aware comm_backend_name", Anything, None, "the ranks' own backend carries the signs"),
+    ("MuonParams", "ns_method", Anything, None, "the standard iteration runs; the others agree with it up to rounding"),
+    ("_OneBitParams", "cuda_aware comm_backend_name", Anything, None, "signs are sent by the process group's backend"),
     ("OneBitAdamParams", "eps_inside_sqrt", Anything, None, _UNUSED),
     ("ZeroOneAdamParams", "eps_inside_sqrt", Anything, None, _UNUSED),
     ("OptimizerSection", "legacy_fusion", Bool, False, _KERNEL),
@@ -302,45 +303,45 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("AioSection", "single_submit", Bool, False, _IO),
     ("AioSection", "overlap_events", Bool, True, _IO),
     ("CheckpointSection", "load_universal", Bool, False, _ANY_SIZE),
-    ("CheckpointSection", "parallel_write", Unread, None, "all ranks write at once"),
+    ("CheckpointSection", "parallel_write", Ignored, None, "all ranks write at once"),
     ("CheckpointSection", "checkpoint_serialization", Bool, True, "nothing is pickled"),
-    ("CheckpointWriterSection", "type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel", Unread,
-     None, "there is one writer, whose buffers follow from the memory budget"),
+    ("CheckpointWriterSection", "type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel", Ignored,
+     None, "there is one writer, whose buffers are sized by the memory budget"),
     ("DataTypesSection", "param_dtype", DataType | None, None, "it follows from fp16 and bf16"),
-    ("ThroughputSection", "synchronized", Bool, True, "a line of progress waits for its loss, and so for the device"),
+    ("ThroughputSection", "synchronized", Bool, True, "a progress line waits for the loss, and so for the device"),
     ("ElasticitySection", "min_time", Count, 0,
-     "for a cluster's scheduler: how long to wait before it changes a job's size"),
+     "it is for the cluster's scheduler: how long to wait before changing a job's size"),
 ),
-"not built": (
-    ("ConfigSections", "comet trackio", Unread, None, "no metrics go there; use tensorboard, wandb or csv_monitor"),
-    ("ConfigSections", "flops_profiler", Unread, None,
+"not implemented": (
+    ("ConfigSections", "comet trackio", Ignored, None, "this monitor is not supported; use tensorboard, wandb or csv_monitor"),
+    ("ConfigSections", "flops_profiler", Ignored, None,
      ("modules are not profiled: torch.profiler's trace has the engine's phases, torch.utils.flop_counter.FlopCounterMode "
       "counts by module, and model FLOPs utilisation is in engine.statistics() and the monitors")),
-    ("ConfigSections", "comms_logger", Unread, None,
+    ("ConfigSections", "comms_logger", Ignored, None,
      ("collectives are not timed one by one: engine.statistics().links has the bytes and the time of each kind, "
-      "torch.profiler single calls")),
+      "torch.profiler those of single calls")),
     ("ConfigSections", "prescale_gradients", Bool, False, _MEAN),
     ("ConfigSections", "gradient_predivide_factor", Real, 1.0, _MEAN),
     ("ConfigSections", "sparse_gradients", Bool, False,
-     "gradients of embeddings travel whole; build them with sparse=False, a sparse gradient is an error"),
+     "gradients of embeddings are reduced densely; use sparse=False, since a sparse gradient is an error"),
     ("ConfigSections", "graph_harvesting", Bool, False,
-     'no CUDA graph is captured; engine.compile(mode="reduce-overhead") does, at stages 0 to 2'),
-    ("ConfigSections", "nebula", Unread, None,
-     "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not delay training"),
-    ("ConfigSections", "datastates_ckpt", Unread, None,
+     'no CUDA graph is captured by default; engine.compile(mode="reduce-overhead") captures them, at stages 0 to 2'),
+    ("ConfigSections", "nebula", Ignored, None,
+     "checkpoints are written only to the folder or URL of save_checkpoint(); with wait=False they do not delay training"),
+    ("ConfigSections", "datastates_ckpt", Ignored, None,
      "only zstore writes checkpoints; save_checkpoint(wait=False) does not delay training"),
     ("OffloadOptimizerSection", "super_offload", Bool, False,
      "the update of offloaded state is the same on every machine, with the bits of torch's fused kernel on the CPU"),
     ("OffloadOptimizerSection", "cpuadam_cores_perc", Fraction, 0.8,
-     "the update has threads for the cores of a rank, but two while the loop computes; torch's kernel has OMP_NUM_THREADS"),
+     "the update uses the cores of its rank, but two threads while the loop computes; torch's kernel OMP_NUM_THREADS"),
     ("ZeroSection", "load_from_fp32_weights", Bool, True,
      "masters are always loaded from the fp32 weights: 16-bit ones would lose precision"),
     ("ZeroSection", "stage3_allgather_sequential", Bool, False,
-     "a unit is gathered as a whole; against peaks of memory lower stage3_max_live_parameters"),
+     "a unit is gathered as a whole; to lower peak memory, lower stage3_max_live_parameters"),
     ("ZeroSection", "zero_quantized_nontrainable_weights", Bool, False,
-     "frozen weights keep the type that the model computes in, and take that memory"),
+     "frozen weights stay in the model's compute type"),
     ("ZeroSection", "log_trace_cache_warnings", Bool, False,
-     "nothing is logged; engine.statistics().units.orders counts the orders of modules that were recorded"),
+     "nothing is logged; engine.statistics().units.orders counts the recorded module orders"),
     ("Fp16Section", "fp16_master_weights_and_grads", Bool, False, _FP32),
     ("Bf16Section", "bf16_master_weights_and_grads", Bool, False, _FP32),
     ("AioSection", "use_gds", Bool, False,
@@ -351,60 +352,60 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
      _NOT_PARTITIONED),
     ("ActivationCheckpointingSection", "number_checkpoints", Positive | None, None, _NOT_PARTITIONED),
     ("ActivationCheckpointingSection", "synchronize_checkpoint_boundary profile", Bool, False,
-     "blocks are not timed one by one: torch.profiler has the forward and the recomputation of each"),
+     "blocks are not timed one by one: torch.profiler shows the forward and the recomputation of each"),
 ),
 "refused": (
     ("ConfigSections", "gradient_allreduce_op", Annotated[Literal["mean", "sum"], OneOf()], "mean",
      "gradients are averaged over train_batch_size; multiply the loss instead"),
     ("ConfigSections", "managed_gradient_accumulation", Bool, True,
-     "step() is called after each micro-batch and acts on the last"),
-    ("ConfigSections", "amp", Unread, None, "Apex's amp is no longer maintained: use bf16 or fp16"),
-    ("ConfigSections", "torch_autocast", Unread, None,
-     "use bf16 or fp16, or torch.autocast within the model's forward"),
-    ("ConfigSections", "compile", Unread, None,
-     "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"),
-    ("ConfigSections", "pipeline", Unread, None,
+     "call step() after each micro-batch; it updates after the last"),
+    ("ConfigSections", "amp", Ignored, None, "Apex's amp is no longer maintained: use bf16 or fp16"),
+    ("ConfigSections", "torch_autocast", Ignored, None,
+     "use bf16 or fp16, or torch.autocast inside the model's forward"),
+    ("ConfigSections", "compile", Ignored, None,
+     "call engine.compile() after initialize(): torch.compile, unit by unit at stage 3"),
+    ("ConfigSections", "pipeline", Ignored, None,
      ("there is no pipeline parallelism: remove the section and use ZeRO stage 3, with offload_param for models "
       "larger than memory")),
-    ("ConfigSections", "tensor_parallel", Unread, None,
+    ("ConfigSections", "tensor_parallel", Ignored, None,
      ("there is no tensor parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger "
       "than memory; to split single tensors use FSDP2 or torchtitan")),
-    ("ConfigSections", "expert_parallel", Unread, None,
+    ("ConfigSections", "expert_parallel", Ignored, None,
      "there is no expert parallelism: remove the section; experts are parameters like any others, sharded at stage 3"),
     ("ConfigSections", "sequence_parallel_size", Positive, 1,
      ("there is no sequence parallelism: for long sequences use activation_checkpointing, with cpu_checkpointing, or "
       "zstore.activations")),
-    ("ConfigSections", "hybrid_engine", Unread, None,
+    ("ConfigSections", "hybrid_engine", Ignored, None,
      "there is no inference engine: engine.save_16bit_model() writes weights for a server of your choice"),
-    ("ConfigSections", "compression_training quantize_training weight_quantization", Unread, None,
+    ("ConfigSections", "compression_training quantize_training weight_quantization", Ignored, None,
      ("training does not compress the model: train without it, then zstore consolidate, and quantize or prune the "
       "result with torchao")),
     ("CheckpointSection", "use_node_local_storage", Bool, False,
-     ("all ranks save one checkpoint, in a folder that all see: name a shared folder or a bucket in save_checkpoint(); "
+     ("all ranks save one checkpoint, in a folder visible to all: pass a shared folder or a bucket to save_checkpoint(); "
       "offloaded state stays on each machine's nvme_path")),
-    ("ConfigSections", "curriculum_learning", Unread, None,
-     ("the length of sequences is the data's: cut them in the loader's collate_fn by engine.global_steps, and remove the "
-      "section")),
-    ("ConfigSections", "data_efficiency", Unread, None,
+    ("ConfigSections", "curriculum_learning", Ignored, None,
+     ("the data determines sequence lengths: truncate them in the loader's collate_fn by engine.global_steps, and remove "
+      "the section")),
+    ("ConfigSections", "data_efficiency", Ignored, None,
      ("samples are drawn by the loader: give it a torch.utils.data.Sampler that draws them by difficulty, or sort and "
       "filter with `datasets`, and remove the section")),
-    ("ConfigSections", "eigenvalue", Unread, None, "it serves quantize_training; remove the section"),
-    ("ConfigSections", "progressive_layer_drop", Unread, None,
+    ("ConfigSections", "eigenvalue", Ignored, None, "it serves quantize_training; remove the section"),
+    ("ConfigSections", "progressive_layer_drop", Ignored, None,
      "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"),
     ("ZeroSection", "mics_shard_size", Annotated[Position, AfterValidator(lambda ranks: ranks or -1)], -1,
-     ("state is sharded over all ranks: remove the key, and write zero_hpz_partition_size at stage 3, which gathers within "
-      "a group of so many ranks in the backward")),
-    ("ZeroSection", "zeropp_loco_param", Unread, None,
-     ("errors of quantized gradients are not fed back: remove the key, and write zstore.quantized_gradient_bits: 8, which "
+     ("state is sharded over all ranks: remove the key, and set zero_hpz_partition_size at stage 3, which gathers within "
+      "a group of that many ranks in the backward")),
+    ("ZeroSection", "zeropp_loco_param", Ignored, None,
+     ("errors of quantized gradients are not fed back: remove the key, and set zstore.quantized_gradient_bits to 8, which "
       "is about 18 times as exact as 4")),
-    ("ZeroSection", "zenflow", Unread, None, "delayed updates would change the result; remove the key"),
+    ("ZeroSection", "zenflow", Ignored, None, "delayed updates would change the result; remove the key"),
     ("OptimizerParams", "max_grad_norm", Real, 0.0, "set gradient_clipping at the top of the config instead"),
     ("OptimizerParams", "differentiable", Bool, False,
      "no gradient passes through the engine's step; write that loop in plain torch"),
-    ("AdagradParams", "amsgrad", Bool, False, "Adagrad has no such form; remove it"),
-    ("LambParams", "amsgrad", Bool, False, "LAMB has no such form; remove it"),
-    ("_OneBitParams", "amsgrad", Bool, False, "the 1-bit optimizers have no such form; remove it"),
+    ("AdagradParams", "amsgrad", Bool, False, "Adagrad has no AMSGrad variant; remove it"),
+    ("LambParams", "amsgrad", Bool, False, "LAMB has no AMSGrad variant; remove it"),
+    ("_OneBitParams", "amsgrad", Bool, False, "the 1-bit optimizers have no AMSGrad variant; remove it"),
     ("ElasticitySection", "model_parallel_size", Positive, 1, "there is no model parallelism; remove the key"),
 ),
 }  # fmt: skip
-"""By status: class of the section, keys, their type, default, which describes the engine without them, and reason."""
+"""By status: section class, keys, their type, their default (which describes what the engine does anyway), and reason."""

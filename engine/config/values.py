@@ -39,19 +39,19 @@ def show(value: object) -> str:
 
 @dataclass(frozen=True)
 class Expects:
-    """Annotates a type with the description of its values, if it does not follow from the type's limits."""
+    """Annotation with the description of a type's values, where the type's limits do not imply it."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotates a `Literal`, or a string out of `names`: case is ignored, and an error lists the choices."""
+    """Annotation of a `Literal`, or of a string that must be in `names`: case is ignored, and an error lists the choices."""
 
     advice: Callable[[object], str] = lambda _: ""
-    """Returns the end of the message about another value."""
+    """Returns the end of the message about an invalid value."""
     names: Collection[str] = ()
-    """Read at each use, since extras add theirs."""
+    """Read at each use, since extras add names."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema with which pydantic reads the value."""
@@ -68,29 +68,29 @@ class OneOf:
         return core_schema.no_info_plain_validator_function(choose)
 
 
-def expected(kind: Any, about: Iterable[Any] = ()) -> str:
-    """Return the description of the values of a type with these annotations."""
+def expected(kind: Any, annotations: Iterable[Any] = ()) -> str:
+    """Return the description of the values of type `kind` with these annotations."""
     if get_origin(kind) is Annotated:
         return expected(kind.__origin__, kind.__metadata__)
-    if (text := next((one.text for one in about if isinstance(one, Expects)), None)) is not None:
+    if (text := next((each.text for each in annotations if isinstance(each, Expects)), None)) is not None:
         return text
-    options = next((one.names for one in about if isinstance(one, OneOf)), ()) or get_args(kind)
+    options = next((each.names for each in annotations if isinstance(each, OneOf)), ()) or get_args(kind)
     if get_origin(kind) is Literal or (kind is str and options):
         return ("one of " if len(options) > 1 else "") + ", ".join(map(show, options))
-    if kind in _SIMPLE:
-        return _SIMPLE[kind]
+    if kind in _SIMPLE_TYPES:
+        return _SIMPLE_TYPES[kind]
     if kind in (int, float):
-        return _number("a whole number" if kind is int else "a number", about)
-    return " or ".join(expected(one) for one in get_args(kind) if one is not NoneType)
+        return _number("a whole number" if kind is int else "a number", annotations)
+    return " or ".join(expected(each) for each in get_args(kind) if each is not NoneType)
 
 
-_SIMPLE = {bool: "true or false", str: "a string", Path: "an absolute path"}
+_SIMPLE_TYPES = {bool: "true or false", str: "a string", Path: "an absolute path"}
 
 
-def _number(noun: str, about: Iterable[Any]) -> str:
+def _number(noun: str, annotations: Iterable[Any]) -> str:
     limits: dict[str, Any] = {}
-    for one in about:
-        for limit in one.metadata if isinstance(one, FieldInfo) else [one]:
+    for annotation in annotations:
+        for limit in annotation.metadata if isinstance(annotation, FieldInfo) else [annotation]:
             limits |= {name: getattr(limit, name) for name in ("ge", "le", "lt", "multiple_of") if hasattr(limit, name)}
     if "multiple_of" in limits:
         return f"a positive multiple of {limits['multiple_of']}"
@@ -101,7 +101,7 @@ def _number(noun: str, about: Iterable[Any]) -> str:
 
 
 def check(kind: Any, value: object, reader: TypeAdapter[Any] | None = None) -> Any:
-    """Return `value` as a `kind`, by `reader` if given. Raises ValueError with the expected values."""
+    """Return `value` converted to `kind`, by `reader` if given. Raises ValueError with the expected values."""
     try:
         return (reader or TypeAdapter(kind)).validate_python(value)
     except ValidationError as failure:
@@ -111,11 +111,11 @@ def check(kind: Any, value: object, reader: TypeAdapter[Any] | None = None) -> A
         raise ValueError(f"expected {expected(kind)}, got {show(value)}") from None
 
 
-def _whole(value: object) -> object:
+def _parse_int(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _path(value: object) -> Path:
+def _parse_path(value: object) -> Path:
     if not isinstance(value, str | Path) or not str(value):
         raise ValueError(f"expected a path, got {show(value)}")
     try:
@@ -124,37 +124,37 @@ def _path(value: object) -> Path:
         raise ValueError(str(error)) from None
 
 
-def _folders(value: object) -> object:
+def _parse_folders(value: object) -> object:
     if not isinstance(value, list | tuple):
         value = [value]
-    if not value or len({str(one) for one in value}) < len(value):
+    if not value or len({str(path) for path in value}) < len(value):
         raise ValueError(f"expected different paths, one for each drive, got {show(value)}")
     return value
 
 
-def _options(value: object) -> dict[str, Any]:
+def _parse_options(value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        # Not shown: it may be a secret.
+        # The value is not shown, since it may be a secret.
         raise ValueError(f"expected an object, got {type(value).__name__}")
     return dict(value)
 
 
-_KEEP = "a whole number of at least 1, or an object with any of last, every, best, tags"
+_KEEP_FORMAT = "a whole number of at least 1, or an object with any of last, every, best, tags"
 
 
-def _keep(value: object) -> Keep:
-    """Return the rules in an object with fields of `Keep`, or for a number of newest checkpoints."""
-    found = dict(value) if isinstance(value, Mapping) else {"last": value}
-    rules: dict[str, Any] = {name: _whole(item) for name, item in found.items() if item is not None}
+def _parse_keep(value: object) -> Keep:
+    """Return the rules in an object with fields of `Keep`, or the rule for a number of newest checkpoints."""
+    fields = dict(value) if isinstance(value, Mapping) else {"last": value}
+    rules: dict[str, Any] = {name: _parse_int(item) for name, item in fields.items() if item is not None}
     if isinstance(rules.get("tags"), list):
         rules["tags"] = tuple(rules["tags"])
     try:
         return Keep(**rules)
     except (TypeError, UsageError) as error:
-        raise ValueError(f"expected {_KEEP}, got {show(value)}: {error}") from error
+        raise ValueError(f"expected {_KEEP_FORMAT}, got {show(value)}: {error}") from error
 
 
-def _names(value: object) -> object:
+def _parse_names(value: object) -> object:
     """Read a single name as a list."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
@@ -170,36 +170,36 @@ def _none_if_off(value: object) -> object:
 
 
 Auto = Literal["auto"]
-"""Stands for a value until `resolve` fills it in."""
+"""Placeholder until `resolve` fills in the value."""
 Bool = StrictBool
 Name = StrictStr
-Whole = Annotated[int, Strict(), BeforeValidator(_whole)]
+Int = Annotated[int, Strict(), BeforeValidator(_parse_int)]
 """A whole number, `1e9` included."""
-Count = Annotated[Whole, Field(ge=0)]
-Positive = Annotated[Whole, Field(ge=1)]
-Position = Annotated[Whole, Field(ge=-1)]
+Count = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Int, Field(ge=1)]
+Position = Annotated[Int, Field(ge=-1)]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 Real = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Real, Field(le=1)]
 BelowOne = Annotated[Real, Field(lt=1)]
-Folder = Annotated[Path, BeforeValidator(_path)]
-Drives = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Expects("a path, or a list of them")]
-"""Folders, created if missing; relative paths start at the working folder of the start."""
-Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_names), Expects("a name, or a list of names")]
+Folder = Annotated[Path, BeforeValidator(_parse_path)]
+Drives = Annotated[tuple[Folder, ...], BeforeValidator(_parse_folders), Expects("a path, or a list of them")]
+"""Folders, created if missing; paths are relative to the working directory at startup."""
+Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_parse_names), Expects("a name, or a list of names")]
 Options = Annotated[
     dict[str, Any],
-    BeforeValidator(_options),
-    PlainSerializer(lambda options: f"{len(options)} keys, not shown: they may be secret"),
+    BeforeValidator(_parse_options),
+    PlainSerializer(lambda options: f"{len(options)} keys, hidden since they may be secret"),
     Expects("an object"),
 ]
 Rules = Annotated[
     Keep,
-    BeforeValidator(_keep),
+    BeforeValidator(_parse_keep),
     PlainSerializer(lambda keep: {name: value for name, value in asdict(keep).items() if value not in (None, ())}),
-    Expects(_KEEP),
+    Expects(_KEEP_FORMAT),
 ]
 Anything = Annotated[Any, Expects("anything")]
-Unread = Annotated[Anything, AfterValidator(_none_if_off)]
-"""A value that is ignored; "none", false, 0, an empty and a disabled object count as unset."""
+Ignored = Annotated[Anything, AfterValidator(_none_if_off)]
+"""An ignored value; "none", false, 0, and an empty or disabled object count as unset."""
 DataType = Annotated[Literal["fp32", "fp16", "bf16", "none"], OneOf(), AfterValidator(_none_if_off)]
 """A type; "none" is None."""

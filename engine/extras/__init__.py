@@ -1,8 +1,8 @@
-"""Plug-ins of the engine. `zstore.engine` imports this, so that every config knows the sections of the extras, without
-torch.
+"""Plug-ins of the engine. `zstore.engine` imports this package, without torch, so that every config knows the sections of
+the extras.
 
-A section changes a model by `prepare`; the rules, codecs and exchanges of all extras are registered before a model is laid
-out.
+A section modifies a model in `prepare`; the rules, codecs and exchanges of all extras are registered before a model is
+sharded.
 """
 
 from importlib import import_module
@@ -27,6 +27,6 @@ for _params in (LambParams, AdafactorParams, MuonParams, OneBitAdamParams, ZeroO
 
 
 def register_parts() -> None:
-    """Register the rules, codecs and exchanges of the extras, with torch."""
+    """Register the rules, codecs and exchanges of the extras, which import torch."""
     for name in ("moments", "one_bit", "whole_tensors", "zeropp"):
         import_module(f"{__name__}.{name}")

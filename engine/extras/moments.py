@@ -1,11 +1,11 @@
 """Optimizer moments stored in bf16 (`zstore.moments`), and in fp32 only during the update.
 
 [Note: stored moments]
-This is for averages of gradients and of their squares, see `reduced_slots`. A tile's moments are cast to fp32, updated by
-the kernel, and rounded stochastically: an average moves by a thousandth of itself a step, which rounding to the nearest
-would always lose. A random word is added before the low bits are cut off. Its index in a table is a hash of the parameter's
-name and the step's number, plus the element's index in the parameter: the bits do not depend on tier, world size or
-resumes.
+This applies to averages of gradients and of squared gradients; see `reduced_slots`. A tile's moments are cast to fp32,
+updated by the kernel, and rounded stochastically: an average changes by about a thousandth per step, which rounding to
+nearest would always lose. A random word is added before the low bits are truncated. Its index in a table is a hash of the
+parameter's name and the step number, plus the element's index in the parameter, so the bits do not depend on tier, world
+size or resumes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, Tensors
 from ..optim.rules import codecs
 
 _PIECE_NUMEL = 1 << 16
-"""Elements in fp32 at once, if the CPU updates them: they stay in its cache."""
+"""Elements cast to fp32 at a time if the CPU updates them, so that they stay in its cache."""
 _NUM_WORDS = 1 << 17
 """Number of random words, which repeat along a parameter."""
 
 
 class MomentCodec(SlotCodec):
-    """Stores averages of gradients and of their squares in bf16; the first element on this rank has random word number
+    """Stores averages of gradients and of squared gradients in bf16; the first element on this rank uses random word
     `start`. See [Note: stored moments]."""
 
     is_plain = False
@@ -73,20 +73,20 @@ class MomentCodec(SlotCodec):
 
 @cache
 def _noise(device: torch.device, half: int) -> torch.Tensor:
-    """Return the summands of fp32 bits, from one half of each random word, repeated twice."""
-    # Raw output, since numpy's distributions may change with its version.
+    """Return the noise to add to fp32 bits, from one half of each random word, repeated twice."""
+    # Uses raw output, since numpy's distributions may change between versions.
     words = np.random.Philox(key=0).random_raw(_NUM_WORDS // 2).view("<u4").astype(np.int64)
     noise = (torch.from_numpy(np.concatenate([words, words])) >> (16 * half)) & 0xFFFF
     return noise.to(device, torch.int32)
 
 
 def _moment_codec(kernels: Sequence[Kernel], kind: str) -> SlotCodec:
-    """Return the codec. Raises UsageError if an optimizer of a `kind` has no moment in the store for it."""
+    """Return the codec. Raises UsageError if the optimizer `kind` stores no moments that it applies to."""
     if any(reduced_slots(kernel.slots) for kernel in kernels):
         return MomentCodec()
     raise UsageError(
-        '"moments": "bf16": expected an optimizer that keeps averages of gradients or of their squares in the store, got '
-        f"{kind}, which keeps {', '.join(kernels[0].slots) or 'nothing'} there; leave the key out, or use Adam"
+        '"moments": "bf16": expected an optimizer that stores averages of gradients or of squared gradients, got '
+        f"{kind}, which stores {', '.join(kernels[0].slots) or 'nothing'}; remove the key, or use Adam"
     )
 
 

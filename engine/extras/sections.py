@@ -1,5 +1,5 @@
-"""Sections of the extras in a config: arguments of the optimizers whose step needs a whole tensor, of optimizers that
-send signs, and the pattern of sparse attention. Loads no torch."""
+"""Config sections of the extras: arguments of optimizers whose step needs a whole tensor, of optimizers that send signs,
+and the pattern of sparse attention. Does not import torch."""
 
 from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ..config.keys import Notice, Section, Status, built
+from ..config.keys import Notice, Section, Status, option
 from ..config.optimizers import Betas, MomentParams, OptimizerParams
 from ..config.values import Auto, BelowOne, Bool, Count, Expects, Number, OneOf, Positive, Real
 
@@ -17,87 +17,87 @@ EpsPair = Annotated[
 
 
 class LambParams(MomentParams):
-    """Arguments of LAMB: Adam whose step is scaled, for each tensor, by the weights' norm over the update's."""
+    """Arguments of LAMB: Adam with each tensor's step scaled by the ratio of the weights' norm to the update's."""
 
     whole_tensors = True
 
-    eps_inside_sqrt: Bool = built(False)
+    eps_inside_sqrt: Bool = option(False)
     """Add eps under the square root."""
-    weight_decay: Real | Auto = built(0.0)
-    """Decay of the weights, a part of the update before it is scaled."""
-    bias_correction: Bool = built(True)
+    weight_decay: Real | Auto = option(0.0)
+    """Decay of the weights, added to the update before it is scaled."""
+    bias_correction: Bool = option(True)
     """Correct the moments for starting at zero."""
-    max_coeff: Real = built(10.0)
+    max_coeff: Real = option(10.0)
     """Largest factor of a tensor's step."""
-    min_coeff: Real = built(0.01)
+    min_coeff: Real = option(0.01)
     """Smallest factor of a tensor's step."""
 
 
 class AdafactorParams(OptimizerParams):
-    """Arguments of Adafactor, as in torch: of a matrix it keeps one number for each row and each column."""
+    """Arguments of Adafactor, as in torch: for a matrix it stores one number per row and column."""
 
     whole_tensors = True
 
-    lr: Real | Auto = built(1e-2)
+    lr: Real | Auto = option(1e-2)
     """Learning rate; the default is torch's. The step is at most 1 / sqrt(steps), times the weights' root mean square."""
-    beta2_decay: Annotated[Number, Field(le=0), Expects("a number of at most 0")] = built(-0.8)
-    """The second moment's decay is 1 - step to this power."""
-    eps: EpsPair = built((None, 1e-3))
-    """Least of the second moment, and least root mean square of the weights."""
-    d: Annotated[Real, Field(ge=1), Expects("a number of at least 1")] = built(1.0)
+    beta2_decay: Annotated[Number, Field(le=0), Expects("a number of at most 0")] = option(-0.8)
+    """The second moment's decay is 1 minus the step to this power."""
+    eps: EpsPair = option((None, 1e-3))
+    """Minimum of the second moment, and minimum root mean square of the weights."""
+    d: Annotated[Real, Field(ge=1), Expects("a number of at least 1")] = option(1.0)
     """Updates with a larger root mean square are scaled down to it."""
-    weight_decay: Real | Auto = built(0.0)
+    weight_decay: Real | Auto = option(0.0)
     """Decoupled decay of the weights per step, times lr."""
-    maximize: Bool = built(False)
+    maximize: Bool = option(False)
     """Ascend."""
 
 
 class MuonParams(OptimizerParams):
-    """Arguments of Muon for matrices, and of AdamW for embeddings, heads and parameters that are no matrices. A parameter's
-    own attribute `use_muon` decides for it."""
+    """Arguments of Muon for matrices, and of AdamW for embeddings, heads and parameters that are not matrices. A parameter's
+    attribute `use_muon` overrides this."""
 
     whole_tensors = True
 
-    lr: Real | Auto | None = built(None)
+    lr: Real | Auto | None = option(None)
     """Learning rate of both. Unset: 0.02 for Muon and 0.0003 for Adam, as in DeepSpeed."""
-    muon_lr: Real | None = built(None)
+    muon_lr: Real | None = option(None)
     """Learning rate of Muon, in place of lr."""
-    adam_lr: Real | None = built(None)
+    adam_lr: Real | None = option(None)
     """Learning rate of Adam, in place of lr."""
-    momentum: BelowOne = built(0.95)
+    momentum: BelowOne = option(0.95)
     """Muon's momentum."""
-    nesterov: Bool = built(True)
+    nesterov: Bool = option(True)
     """Nesterov's momentum, which DeepSpeed always uses."""
-    ns_steps: Annotated[Positive, Field(le=99)] = built(5)
+    ns_steps: Annotated[Positive, Field(le=99)] = option(5)
     """Newton-Schulz iterations."""
-    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], OneOf()] = built("original")
-    """How Muon's rate follows a matrix's shape: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
-    betas: Betas | Auto = built((0.9, 0.95))
+    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], OneOf()] = option("original")
+    """Factor of Muon's rate by a matrix's shape: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
+    betas: Betas | Auto = option((0.9, 0.95))
     """Decay of Adam's moments."""
-    eps: Real | Auto = built(1e-10)
+    eps: Real | Auto = option(1e-10)
     """Added to Adam's denominator."""
-    weight_decay: Real | Auto = built(0.0)
-    """Decoupled decay of the weights per step, times the rate, of both."""
+    weight_decay: Real | Auto = option(0.0)
+    """Decoupled decay of the weights per step, times the rate, for both."""
 
 
 class _OneBitParams(MomentParams):
     """Arguments that the 1-bit optimizers share."""
 
     whole_tensors = True
-    keeps_whole = True
+    replicates_state = True
     exact: ClassVar[str] = "AdamW"
-    """The optimizer that sends gradients."""
+    """The equivalent optimizer that sends uncompressed gradients."""
 
-    bias_correction: Bool = built(True)
+    bias_correction: Bool = option(True)
     """Correct the moments for starting at zero, so that the warm-up matches the exact optimizer's; false: use them
     uncorrected, as DeepSpeed always does."""
-    weight_decay: Real | Auto = built(0.0)
+    weight_decay: Real | Auto = option(0.0)
     """Decoupled decay of the weights per step, times lr."""
 
     @classmethod
     def conflicts(cls, settings: Any, kind: str) -> Iterator[Notice]:
         zero, clip = settings.zero_optimization, settings.gradient_clipping
-        asked = {
+        conflicting = {
             "zero_optimization.stage": zero.stage > 1,
             "zero_optimization.offload_optimizer": zero.offload_optimizer.device != "none",
             "gradient_clipping": "gradient_clipping" in settings.model_fields_set and clip not in {0.0, "auto"},
@@ -105,34 +105,34 @@ class _OneBitParams(MomentParams):
             "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
             "optimizer.params.fp32_optimizer_states": not settings.optimizer.params.fp32_optimizer_states,
         }
-        for key in (key for key, is_asked in asked.items() if is_asked):
+        for key in (key for key, is_set in conflicting.items() if is_set):
             text = (
-                f"every rank keeps all state of {kind} on the device in fp32, and its own gradients, which no norm "
-                f'clips: leave {key} out (stage 0 or 1), or write type "{cls.exact}" in place of {kind}'
+                f"every rank keeps all state of {kind} on the device in fp32, and its own gradients, which cannot be "
+                f'clipped: remove {key} (stage 0 or 1), or set type "{cls.exact}" instead of {kind}'
             )
-            yield Notice(Status.WRONG, text, (key, "optimizer.type"))
+            yield Notice(Status.INVALID, text, (key, "optimizer.type"))
 
 
 class OneBitAdamParams(_OneBitParams):
     """Arguments of 1-bit Adam, at stages 0 and 1: AdamW that sends its momentum as signs after a warm-up."""
 
-    freeze_step: Positive = built(100000)
-    """Updates that are AdamW's; in later ones the variance stays, and signs are sent. Take 15 to 25% of the run, and not
-    less than the warm-up of the rate; the default is DeepSpeed's."""
+    freeze_step: Positive = option(100000)
+    """Updates of AdamW; afterwards the variance is frozen, and signs are sent. Use 15 to 25% of the run, and at least the
+    warm-up of the rate; the default is DeepSpeed's."""
 
 
 class ZeroOneAdamParams(_OneBitParams):
     """Arguments of 0/1 Adam, at stages 0 and 1: AdamW that sends signs from the start, and later not in every step."""
 
-    var_freeze_step: Positive = built(100000)
-    """Last update that may change the variance; after it ranks take steps of their own. The end of the warm-up of the rate
-    is a good one; the default is DeepSpeed's."""
-    var_update_scaler: Positive = built(16)
-    """Updates of the variance after which their interval doubles; it starts at 1."""
-    local_step_scaler: Positive = built(32678)
-    """Updates after which the interval between exchanges doubles; it starts at 1."""
-    local_step_clipper: Positive = built(16)
-    """Longest interval between exchanges, in updates; 1: ranks exchange in every one."""
+    var_freeze_step: Positive = option(100000)
+    """Last update that may change the variance; after it ranks take local steps. The end of the rate's warm-up is a good
+    choice; the default is DeepSpeed's."""
+    var_update_scaler: Positive = option(16)
+    """Number of variance updates after which their interval doubles; it starts at 1."""
+    local_step_scaler: Positive = option(32678)
+    """Number of updates after which the interval between exchanges doubles; it starts at 1."""
+    local_step_clipper: Positive = option(16)
+    """Maximum interval between exchanges, in updates; 1: ranks exchange in every update."""
 
 
 class OneBitLambParams(_OneBitParams):
@@ -140,25 +140,25 @@ class OneBitLambParams(_OneBitParams):
 
     exact = "Lamb"
 
-    weight_decay: Real | Auto = built(0.0)
-    """Decay of the weights, a part of the update before it is scaled."""
-    freeze_step: Positive = built(100000)
-    """Updates that are LAMB's; in later ones the variance stays, and signs are sent. The default is DeepSpeed's."""
-    eps_inside_sqrt: Bool = built(False)
+    weight_decay: Real | Auto = option(0.0)
+    """Decay of the weights, added to the update before it is scaled."""
+    freeze_step: Positive = option(100000)
+    """Updates of LAMB; afterwards the variance is frozen, and signs are sent. The default is DeepSpeed's."""
+    eps_inside_sqrt: Bool = option(False)
     """Add eps under the square root."""
-    max_coeff: Real = built(10.0)
+    max_coeff: Real = option(10.0)
     """Largest factor of a tensor's step in the warm-up."""
-    min_coeff: Real = built(0.01)
+    min_coeff: Real = option(0.01)
     """Smallest factor of a tensor's step in the warm-up."""
-    coeff_beta: BelowOne = built(0.9)
-    """Decay of the average of the warm-up's factors, which later steps take; freeze_step should be well above 1 / (1 -
+    coeff_beta: BelowOne = option(0.9)
+    """Decay of the average of the warm-up's factors, which later steps use; freeze_step should be well above 1 / (1 -
     coeff_beta)."""
-    factor_max: Real = built(4.0)
+    factor_max: Real = option(4.0)
     """Largest correction of that average."""
-    factor_min: Real = built(0.5)
+    factor_min: Real = option(0.5)
     """Smallest correction of that average."""
-    factor_threshold: Real = built(0.1)
-    """Part by which the correction may change in an update."""
+    factor_threshold: Real = option(0.1)
+    """Fraction by which the correction may change per update."""
 
 
 _Blocks = Annotated[tuple[Count, ...], Expects("a list of whole numbers")]
@@ -182,64 +182,64 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "bigbird": {"num_random_blocks": 1, "num_sliding_window_blocks": 3, "num_global_blocks": 1},
     "bslongformer": {"num_sliding_window_blocks": 3, "global_block_indices": (0,), "global_block_end_indices": None},
 }
-"""The arguments of each mode, except the common ones, with their defaults, which are DeepSpeed's."""
-_OF_ALL = ("mode", "block", "attention", "different_layout_per_head")
+"""The arguments of each mode, except the common ones, with DeepSpeed's defaults."""
+_COMMON_ARGUMENTS = ("mode", "block", "attention", "different_layout_per_head")
 
 
 class Pattern(Section):
-    """Attention in blocks: each token attends to a part of the sequence. Acts on the models of `zstore train` and on
-    models of transformers, and by `zstore.attention.attend` in any other; see docs/models.md. An argument of another
+    """Block-sparse attention: each token attends to a part of the sequence. Applies to the models of `zstore train` and of
+    transformers, and to any other model that calls `zstore.attention.attend`; see docs/models.md. An argument of another
     mode is an error."""
 
-    mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], OneOf()] = built("fixed")
-    """Which blocks attend to which: "dense" all to all, "fixed" local windows and the last blocks of each, "variable"
-    windows of given sizes, random blocks and global ones, "bigbird" a sliding window, random blocks and the first ones,
-    "bslongformer" a sliding window and global blocks."""
-    block: Positive = built(16)
-    """Tokens of a block."""
-    attention: Annotated[Literal["unidirectional", "bidirectional"], OneOf()] = built("bidirectional")
-    """"unidirectional": tokens attend to no later ones; a causal model is so in any case."""
-    different_layout_per_head: Bool = built(False)
-    """Let heads have different layouts: different random blocks, different global blocks of "fixed"."""
-    num_local_blocks: Positive | None = built(None)
-    """Blocks of a window of "fixed". Unset: 4."""
-    num_global_blocks: Count | None = built(None)
-    """Global blocks: of "fixed" the last of each window, of "bigbird" the first of the sequence. Unset: 1."""
-    num_different_global_patterns: Positive | None = built(None)
-    """Places of the global blocks in a window of "fixed", over which heads are spread. Unset: 1."""
-    horizontal_global_attention: Bool | None = built(None)
+    mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], OneOf()] = option("fixed")
+    """Which blocks attend to which. "dense": all to all. "fixed": local windows and the last blocks of each window.
+    "variable": windows of given sizes, random blocks and global blocks. "bigbird": a sliding window, random blocks and the
+    first blocks. "bslongformer": a sliding window and global blocks."""
+    block: Positive = option(16)
+    """Tokens per block."""
+    attention: Annotated[Literal["unidirectional", "bidirectional"], OneOf()] = option("bidirectional")
+    """"unidirectional": tokens do not attend to later ones; causal models never do."""
+    different_layout_per_head: Bool = option(False)
+    """Give heads different layouts: different random blocks, or different global blocks with "fixed"."""
+    num_local_blocks: Positive | None = option(None)
+    """Blocks per window of "fixed". Unset: 4."""
+    num_global_blocks: Count | None = option(None)
+    """Number of global blocks: the last of each window of "fixed", the first of the sequence of "bigbird". Unset: 1."""
+    num_different_global_patterns: Positive | None = option(None)
+    """Number of positions of the global blocks in a window of "fixed", among which heads are divided. Unset: 1."""
+    horizontal_global_attention: Bool | None = option(None)
     """Let global blocks of "fixed" and "variable" attend to all blocks too. Unset: false."""
-    num_random_blocks: Count | None = built(None)
-    """Random blocks that a block attends to, the same on every rank and in every run. Unset: 0 for "variable", 1 for
-    "bigbird"."""
-    local_window_blocks: _Sizes | None = built(None)
+    num_random_blocks: Count | None = option(None)
+    """Number of random blocks that a block attends to, the same on every rank and in every run. Unset: 0 for "variable",
+    1 for "bigbird"."""
+    local_window_blocks: _Sizes | None = option(None)
     """Sizes of the windows of "variable" in blocks; the last repeats. Unset: [4]."""
-    num_sliding_window_blocks: Positive | None = built(None)
+    num_sliding_window_blocks: Positive | None = option(None)
     """Width of the window of "bigbird" and "bslongformer" in blocks. Unset: 3."""
-    global_block_indices: _Blocks | None = built(None)
+    global_block_indices: _Blocks | None = option(None)
     """Global blocks of "variable" and "bslongformer". Unset: [0]."""
-    global_block_end_indices: _Blocks | None = built(None)
-    """Ends of ranges of global blocks, which begin at `global_block_indices`. Unset: each range is one block."""
+    global_block_end_indices: _Blocks | None = option(None)
+    """Ends of ranges of global blocks that start at `global_block_indices`. Unset: each range is one block."""
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens attend to no later ones."""
+        """Whether tokens never attend to later ones."""
         return self.attention == "unidirectional"
 
     def argument(self, name: str) -> Any:
-        """Return an argument of the mode: as given, or its default."""
-        given = getattr(self, name)
-        return ARGUMENTS[self.mode][name] if given is None else given
+        """Return an argument of the mode, or its default if it is not given."""
+        value = getattr(self, name)
+        return ARGUMENTS[self.mode][name] if value is None else value
 
     def prepare(self, model: Any) -> None:
-        """Let the model's attention follow the pattern. Raises UsageError for a model of another kind."""
+        """Apply the pattern to the model's attention. Raises UsageError for an unsupported model."""
         resolve_name(f"{__package__}.sparse_attention:apply")(
             model, self
         )  # by name: it loads torch, and defines patterns
 
     def model_post_init(self, context: Any) -> None:
-        """Raise ValueError for arguments that do not fit together, of a config or of a script's own pattern."""
-        known = (*_OF_ALL, *ARGUMENTS[self.mode])
+        """Raise ValueError for inconsistent arguments, from a config or a script's own pattern."""
+        known = (*_COMMON_ARGUMENTS, *ARGUMENTS[self.mode])
         for name in self.model_fields_set.difference(known):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} is not an argument of mode {self.mode}; it has {', '.join(known[1:])}")
@@ -257,13 +257,13 @@ class Pattern(Section):
             )
 
     def _check_windows(self) -> None:
-        local, each, places = (self.argument(name) for name in list(ARGUMENTS["fixed"])[:3])
-        if each < 1 or local % each:
-            raise ValueError(f"num_local_blocks ({local}) must be a multiple of num_global_blocks ({each})")
-        if places > local // each:
+        num_local, num_global, num_patterns = (self.argument(name) for name in list(ARGUMENTS["fixed"])[:3])
+        if num_global < 1 or num_local % num_global:
+            raise ValueError(f"num_local_blocks ({num_local}) must be a multiple of num_global_blocks ({num_global})")
+        if num_patterns > num_local // num_global:
             raise ValueError(
                 "num_different_global_patterns must be at most num_local_blocks / num_global_blocks = "
-                f"{local // each}, got {places}"
+                f"{num_local // num_global}, got {num_patterns}"
             )
-        if places > 1 and not self.different_layout_per_head:
-            raise ValueError(f"num_different_global_patterns is {places}: set different_layout_per_head to true")
+        if num_patterns > 1 and not self.different_layout_per_head:
+            raise ValueError(f"num_different_global_patterns is {num_patterns}: set different_layout_per_head to true")

@@ -1,17 +1,17 @@
-"""Optimizers whose update needs a whole tensor (its norm, the sums over its rows and columns, or the matrix), whose rows
-are on several ranks: ranks take turns as owners, and the class's own step runs over one whole tensor at a time.
+"""Optimizers whose update needs a whole tensor (its norm, sums over its rows and columns, or the matrix) although its rows
+are on several ranks: each tensor has an owner rank, where the class's own step updates the whole tensor.
 
 [Note: owners]
-A round has one tensor per rank, the largest first, and rank i owns the i-th one. Each round:
-1. every rank reads its rows of master, slots and gradient of all tensors of the round, from any tier, the gradient
-   in fp32 and multiplied once (see [Note: the update]);
-2. one exchange gives each owner its whole tensor, and the class's own step runs over it, on the device that computes;
-3. one exchange returns master and slots, and every rank writes its rows and casts the parameter's own. So the bits
-equal the class's own over the whole tensor on every tier, stage and number of ranks; and memory is bounded by four
-copies of one tensor: read, received, whole, and to send back. If every rank has all rows nothing is exchanged, and each
-updates every tensor.
+A round has one tensor per rank, largest first, and rank i owns the i-th one. Each round:
+1. every rank reads its rows of master, slots and gradient of all tensors of the round, from any tier; the gradient
+   in fp32 and scaled once (see [Note: the update]);
+2. one exchange gives each owner its whole tensor, and the class's own step updates it on the compute device;
+3. one exchange returns master and slots; every rank writes its rows and casts its rows of the parameter.
+So the bits equal those of the class on the whole tensor, on every tier, stage and number of ranks. Memory is bounded by four
+copies of one tensor: read, received, whole, and to send back. If every rank has all rows, nothing is exchanged, and each
+rank updates every tensor.
 
-A failed rank continues with the exchanges, since others wait in them, and raises at the end.
+A rank that failed continues with the exchanges, since others wait in them, and raises at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..runtime.device import GradientTiles
 
 
 def _arrays_of(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[SlotArray]:
-    """Return the arrays of a class for a tensor of `shape`."""
+    """Return the arrays that a class needs for a tensor of `shape`."""
     shapes: dict[str, tuple[int, ...] | None] = {"variance": None}
     if kind is Lamb:
         shapes = {"exp_avg": None, "exp_avg_sq": None}
@@ -49,11 +49,11 @@ def _arrays_of(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[
         shapes = {"momentum_buffer": None}
     elif len(shape) >= 2:
         shapes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
-    return [SlotArray(name, entry=name, shape=own) for name, own in shapes.items()]
+    return [SlotArray(name, entry=name, shape=slot_shape) for name, slot_shape in shapes.items()]
 
 
 class TensorKernel(Kernel):
-    """The update of whole tensors by the class's own step: an instance of it updates one proxy parameter after the other."""
+    """Updates whole tensors with the class's own step: an instance of the class updates them one by one through a proxy."""
 
     def __init__(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
         self._kind: Any = kind
@@ -63,7 +63,7 @@ class TensorKernel(Kernel):
         self._optimizer: torch.optim.Optimizer = self._kind(
             [self._proxy], **{name: group[name] for name in self._settings}
         )
-        self._count = "updates" if kind is torch.optim.Muon else "step"  # Muon has no step count
+        self._counter = "updates" if kind is torch.optim.Muon else "step"  # Muon has no step count
         self.slots = tuple(dict.fromkeys(slot.name for shape in ((1, 1), (1,)) for slot in _arrays_of(kind, shape)))
         """Names of all arrays that a parameter may have."""
 
@@ -71,15 +71,15 @@ class TensorKernel(Kernel):
         return _arrays_of(self._kind, shape)
 
     def initial(self) -> Scalars:
-        return {self._count: 0.0}
+        return {self._counter: 0.0}
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
         """Return the scalars of the class's own state."""
-        return {} if self._count == "updates" else dict(scalars)
+        return {} if self._counter == "updates" else dict(scalars)
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """Count the step; `update` does the work."""
-        return ParameterStep({self._count: scalars[self._count] + 1})
+        return ParameterStep({self._counter: scalars[self._counter] + 1})
 
     def update(
         self,
@@ -89,15 +89,15 @@ class TensorKernel(Kernel):
         gradient: torch.Tensor,
         slots: Mapping[str, torch.Tensor],
     ) -> None:
-        """Step a tensor in place: `master`, `gradient` (which is changed too) and `slots` have their whole shapes, in fp32."""
+        """Update a tensor in place: `master`, `gradient` (also modified) and `slots` have their full shapes, in fp32."""
         self._optimizer.param_groups[0].update({name: group[name] for name in self._settings if name in group})
         proxy, state = self._proxy, self._optimizer.state
         proxy.grad = None
         proxy.data = master
         proxy.grad = gradient
-        if scalars[self._count] > 0:  # a first step starts from the class's own initial state
+        if scalars[self._counter] > 0:  # a first step starts from the class's own initial state
             state[proxy] = dict(slots)
-            if self._count == "step":
+            if self._counter == "step":
                 state[proxy]["step"] = torch.tensor(scalars["step"])
         try:
             self._optimizer.step()
@@ -114,113 +114,113 @@ class TensorKernel(Kernel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
-    """Rows of one array of a tensor, in a row of the exchange."""
+class _Rows:
+    """A rank's rows of one array of a tensor, in a row of the exchange."""
 
     record: ParameterRecord
     slot: SlotArray | None
-    """None: the master, or the gradient."""
+    """None for the master and the gradient."""
     shape: tuple[int, ...]
     """Shape of the whole array."""
     grid: Grid
-    """Its partition over the ranks that exchange."""
+    """Partitioning over the ranks that exchange."""
     offset: int
-    """Offset of its rows."""
+    """Offset of the rows in a row of the exchange."""
 
     @property
     def array(self) -> str:
-        """Name of the array in the store; the gradient is not stored."""
+        """Name of the array in the store; the gradient is not in the store."""
         name = self.record.name
         return model_array(name) if self.slot is None else optimizer_array(self.slot.name, name)
 
 
 class _Tensor:
-    """One tensor of a round: master, slots and gradient, in this order."""
+    """A tensor of a round: master, slots and gradient, in this order."""
 
     def __init__(self, state: OptimizerState, record: ParameterRecord) -> None:
         self.record = record
         shape = tuple(record.shape)
-        self.parts: list[_Part] = []
-        self.kept_numel = self.numel = 0
-        """Elements of a row without the gradient, and with it."""
+        self.parts: list[_Rows] = []
+        self.returned_numel = self.numel = 0
+        """Elements of a row without and with the gradient."""
         for slot in (None, *state.kernel_slots(record), None):
-            whole = shape if slot is None or slot.shape is None else slot.shape
-            grid = state.state_grid_of(record, whole)
-            self.parts.append(_Part(record=record, slot=slot, shape=whole, grid=grid, offset=self.numel))
-            self.kept_numel = self.numel
+            array_shape = shape if slot is None or slot.shape is None else slot.shape
+            grid = state.state_grid_of(record, array_shape)
+            self.parts.append(_Rows(record=record, slot=slot, shape=array_shape, grid=grid, offset=self.numel))
+            self.returned_numel = self.numel
             self.numel += round_up(grid.shard_numel, ALIGN_NUMEL)  # as aligned as separate memory
 
 
 class TensorStep(Stepper):
-    """Updates of a run with an optimizer that needs whole tensors (all ranks). See [Note: owners]."""
+    """The update for optimizers that need whole tensors (all ranks). See [Note: owners]."""
 
     def __init__(self, state: OptimizerState, world: World) -> None:
         self._state = state
         self._world = world
-        self._parties = world.world_size if state.is_sharded else 1
+        self._owners = world.world_size if state.is_sharded else 1
         self._rank = world.rank if state.is_sharded else 0
         self._error: Exception | None = None
 
     def run(self, changes: Changes) -> None:
-        """Carry out an update: element-wise updates in tiles, and then the whole tensors."""
+        """Run an update: first element-wise updates in tiles, then the whole tensors."""
         whole = [r for r in changes.records if r.numel and isinstance(self._state.kernel_of(r)[0], TensorKernel)]
-        apart, self._error = set(whole), None
-        others = [record for record in changes.records if record not in apart]
-        with self._keeping_error():
-            Changes(self._state, others, changes.settings, changes.rows).run()
+        whole_set, self._error = set(whole), None
+        element_wise = [record for record in changes.records if record not in whole_set]
+        with self._deferring_errors():
+            Changes(self._state, element_wise, changes.settings, changes.rows).run()
         whole.sort(key=lambda record: -record.numel)
-        for first in range(0, len(whole), self._parties):
-            self._take(changes, [_Tensor(self._state, record) for record in whole[first : first + self._parties]])
+        for first in range(0, len(whole), self._owners):
+            self._round(changes, [_Tensor(self._state, record) for record in whole[first : first + self._owners]])
         if self._error is not None:
             raise self._error
 
-    def _take(self, changes: Changes, tensors: Sequence[_Tensor]) -> None:
-        device, parties = self._world.device, self._parties
-        sent = torch.zeros(parties, max(tensor.numel for tensor in tensors), device=device)
-        with self._keeping_error():
-            kept = self._kept(tensors, sent)
-            with self._state.open_pass([[part.array] for part, _ in kept], "read") as tiles:
+    def _round(self, changes: Changes, tensors: Sequence[_Tensor]) -> None:
+        device, owners = self._world.device, self._owners
+        sent = torch.zeros(owners, max(tensor.numel for tensor in tensors), device=device)
+        with self._deferring_errors():
+            stored = self._stored_rows(tensors, sent)
+            with self._state.open_pass([[part.array] for part, _ in stored], "read") as tiles:
                 for tile in tiles:
-                    rows = kept[tile.group][1][tile.first : tile.stop]
+                    rows = stored[tile.group][1][tile.first : tile.stop]
                     self._state.transfers.copy_into(rows, as_torch(tile.views[0]))
             for row, tensor in zip(sent, tensors, strict=False):
                 self._read_gradient(changes, tensor.record, self._rows(tensor.parts[-1], row))
-        received = back = sent
-        if parties > 1:
+        received = results = sent
+        if owners > 1:
             received = torch.empty_like(sent)
             self._world.all_to_all(received, sent, kind="all_to_all").wait()
-            back = torch.zeros(parties, max(tensor.kept_numel for tensor in tensors), device=device)
+            results = torch.zeros(owners, max(tensor.returned_numel for tensor in tensors), device=device)
         if self._rank < len(tensors) and self._error is None:
-            with self._keeping_error():
-                self._step(changes, tensors[self._rank], received, back)
+            with self._deferring_errors():
+                self._step(changes, tensors[self._rank], received, results)
         del received
-        if parties > 1:
-            rows = sent.view(-1)[: back.numel()].view(back.shape)
-            self._world.all_to_all(rows, back, kind="all_to_all").wait()
-            back = rows
+        if owners > 1:
+            rows = sent.view(-1)[: results.numel()].view(results.shape)
+            self._world.all_to_all(rows, results, kind="all_to_all").wait()
+            results = rows
         if self._error is None:
-            with self._keeping_error():
-                self._write(tensors, back, changes.settings.step)
+            with self._deferring_errors():
+                self._write(tensors, results, changes.settings.step)
 
     @contextmanager
-    def _keeping_error(self) -> Iterator[None]:
-        """Keep the first error for the end: other ranks wait in the next exchanges."""
+    def _deferring_errors(self) -> Iterator[None]:
+        """Defer the first error to the end, since other ranks wait in the next exchanges."""
         try:
             with torch.no_grad():
                 yield
         except Exception as error:
             self._error = self._error or error
 
-    def _rows(self, part: _Part, row: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of an array, in a row that it exchanges."""
+    def _rows(self, part: _Rows, row: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of an array within a row of the exchange."""
         return row[part.offset : part.offset + part.grid.shard_valid_numel(self._rank)]
 
-    def _kept(self, tensors: Sequence[_Tensor], rows: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
-        """Return the masters and slots that this rank has rows of, with these parts of `rows`."""
+    def _stored_rows(self, tensors: Sequence[_Tensor], rows: torch.Tensor) -> list[tuple[_Rows, torch.Tensor]]:
+        """Return the masters and slots that this rank has rows of, each with its part of `rows`."""
         parts = [
-            (part, self._rows(part, row)) for row, one in zip(rows, tensors, strict=False) for part in one.parts[:-1]
+            (part, self._rows(part, row)) for row, each in zip(rows, tensors, strict=False) for part in each.parts[:-1]
         ]
-        return [(part, mine) for part, mine in parts if mine.numel()]
+        return [(part, part_rows) for part, part_rows in parts if part_rows.numel()]
 
     def _read_gradient(self, changes: Changes, record: ParameterRecord, target: torch.Tensor) -> None:
         if not record.owned_numel:
@@ -235,38 +235,38 @@ class TensorStep(Stepper):
         if (factor := changes.settings.factor_of(record)) != 1.0:
             target.mul_(factor)
 
-    def _step(self, changes: Changes, tensor: _Tensor, received: torch.Tensor, back: torch.Tensor) -> None:
-        wholes = []
+    def _step(self, changes: Changes, tensor: _Tensor, received: torch.Tensor, results: torch.Tensor) -> None:
+        arrays = []
         for part in tensor.parts:
             rows = received[:, part.offset : part.offset + part.grid.shard_numel]
-            wholes.append(rows.reshape(-1)[: math.prod(part.shape)].view(part.shape))
+            arrays.append(rows.reshape(-1)[: math.prod(part.shape)].view(part.shape))
         kernel, group = self._state.kernel_of(tensor.record)
         if isinstance(kernel, TensorKernel):
-            pairs = zip(tensor.parts[1:-1], wholes[1:-1], strict=True)
+            pairs = zip(tensor.parts[1:-1], arrays[1:-1], strict=True)
             slots = {part.slot.name: values for part, values in pairs if part.slot is not None}
             scalars = self._state.scalars[tensor.record]
-            kernel.update(changes.settings.groups[group], scalars, wholes[0], wholes[-1], slots)
-        if self._parties == 1:  # updated in place
+            kernel.update(changes.settings.groups[group], scalars, arrays[0], arrays[-1], slots)
+        if self._owners == 1:  # updated in place
             return
-        for part, whole in zip(tensor.parts[:-1], wholes[:-1], strict=True):
-            flat, step = whole.view(-1), part.grid.shard_numel
-            for row, first in zip(back, range(0, flat.numel(), step), strict=False):
+        for part, array in zip(tensor.parts[:-1], arrays[:-1], strict=True):
+            flat, step = array.view(-1), part.grid.shard_numel
+            for row, first in zip(results, range(0, flat.numel(), step), strict=False):
                 rows = flat[first : first + step]
                 row[part.offset : part.offset + rows.numel()] = rows
 
-    def _write(self, tensors: Sequence[_Tensor], back: torch.Tensor, number: int) -> None:
-        state, kept = self._state, self._kept(tensors, back)
+    def _write(self, tensors: Sequence[_Tensor], results: torch.Tensor, step_number: int) -> None:
+        state, stored = self._state, self._stored_rows(tensors, results)
         arrays = []
-        for part, _ in kept:
-            # The parameter's own rows, with its master.
-            rest = part.record.stored_array if part.slot is None and part.record.stored_array != part.array else None
-            arrays.append([part.array] if rest is None else [part.array, rest])
+        for part, _ in stored:
+            # The parameter's stored rows are written together with its master.
+            second = part.record.stored_array if part.slot is None and part.record.stored_array != part.array else None
+            arrays.append([part.array] if second is None else [part.array, second])
         with state.open_pass(arrays, "fill") as tiles:
             for tile in tiles:
-                part, mine = kept[tile.group]
-                record, view, values = part.record, as_torch(tile.views[0]), mine[tile.first : tile.stop]
+                part, part_rows = stored[tile.group]
+                record, view, values = part.record, as_torch(tile.views[0]), part_rows[tile.first : tile.stop]
                 if part.slot is not None and part.slot.shape is None and not state.codec.is_plain:
-                    state.codec.of(record.name, number, record.owned_range[0]).put(
+                    state.codec.of(record.name, step_number, record.owned_range[0]).put(
                         [values.to(view.device)], [view], tile.first
                     )
                     continue
@@ -279,15 +279,15 @@ class TensorStep(Stepper):
 
 _MUON = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
-_NO_HIDDEN = ("embed", "lm_head")
+_NOT_HIDDEN = ("embed", "lm_head")
 """Parts of the names of parameters outside hidden layers, as in DeepSpeed."""
 
 
 class MuonWithAdam(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the groups with `use_muon`, whose parameters are matrices, and `torch.optim.AdamW` for others.
+    """`torch.optim.Muon` for groups with `use_muon`, whose parameters are matrices, and `torch.optim.AdamW` for others.
 
-    Groups have the arguments of their class, with DeepSpeed's defaults: lr 0.02 and momentum 0.95 of Muon, lr 0.0003, betas
-    (0.9, 0.95) and eps 1e-10 of Adam, no weight decay. `split_for_muon` makes groups of a model. Raises UsageError for a
+    Groups take the arguments of their class, with DeepSpeed's defaults: lr 0.02 and momentum 0.95 for Muon; lr 0.0003, betas
+    (0.9, 0.95) and eps 1e-10 for Adam; no weight decay. `split_for_muon` splits a model's parameters. Raises UsageError for a
     group without `use_muon`.
     """
 
@@ -299,12 +299,12 @@ class MuonWithAdam(torch.optim.Optimizer):
             if not isinstance(group, Mapping) or not isinstance(group.get("use_muon"), bool):
                 raise UsageError(
                     'MuonWithAdam: expected groups {"params": ..., "use_muon": True or False, ...}; '
-                    "split_for_muon(model) makes them"
+                    "split_for_muon(model) splits the parameters"
                 )
             settings = {name: value for name, value in given.items() if name not in ("params", "use_muon")}
             kind, defaults = (torch.optim.Muon, _MUON) if given["use_muon"] else (torch.optim.AdamW, _ADAM)
-            one = kind([{"params": given["params"]}], **{**defaults, **settings})  # which may be empty
-            groups.append({**one.param_groups[0], "use_muon": given["use_muon"]})
+            optimizer = kind([{"params": given["params"]}], **{**defaults, **settings})  # which may be empty
+            groups.append({**optimizer.param_groups[0], "use_muon": given["use_muon"]})
         super().__init__(groups, {})
 
     @torch.no_grad()
@@ -312,21 +312,20 @@ class MuonWithAdam(torch.optim.Optimizer):
         """Update every parameter that has a gradient; return what `closure` returned."""
         loss = call_closure(closure)
         for group in self.param_groups:
-            one: Any = (torch.optim.Muon if group["use_muon"] else torch.optim.AdamW)([{"params": group["params"]}])
-            # They work on this object's current groups and state, which a load may have replaced.
-            one.param_groups, one.state = [group], self.state
-            one.step()
+            inner: Any = (torch.optim.Muon if group["use_muon"] else torch.optim.AdamW)([{"params": group["params"]}])
+            # It works on this object's current groups and state, which a load may have replaced.
+            inner.param_groups, inner.state = [group], self.state
+            inner.step()
         return loss
 
 
 def split_for_muon(
     model: nn.Module, parameters: Iterable[nn.Parameter] | None = None
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the parameters for Muon and those for Adam, of all that are trained or of `parameters`.
+    """Return the parameters for Muon and those for Adam, of all trained parameters or of `parameters`.
 
-    Muon is for matrices of hidden layers: not of an `nn.Embedding`, and without "embed" or "lm_head" in their name. An
-    attribute `use_muon` of a parameter decides otherwise. Raises UsageError if it is true for a parameter that is no
-    matrix.
+    Muon is for matrices of hidden layers, which excludes `nn.Embedding` and names with "embed" or "lm_head". A parameter's
+    attribute `use_muon` overrides this. Raises UsageError if it is true for a parameter that is not a matrix.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -334,36 +333,36 @@ def split_for_muon(
     adam: list[nn.Parameter] = []
     for parameter in model.parameters() if parameters is None else parameters:
         name = names.get(parameter, "").lower()
-        is_hidden = parameter.dim() == 2 and parameter not in embeddings and not any(one in name for one in _NO_HIDDEN)
-        asked = getattr(parameter, "use_muon", is_hidden)
-        if asked and parameter.dim() != 2:
+        hidden = parameter.dim() == 2 and parameter not in embeddings and not any(part in name for part in _NOT_HIDDEN)
+        uses_muon = getattr(parameter, "use_muon", hidden)
+        if uses_muon and parameter.dim() != 2:
             raise UsageError(
                 f"parameter {names.get(parameter)!r} has use_muon = True, but Muon is for matrices, and its shape is "
                 f"{tuple(parameter.shape)}: remove the attribute"
             )
         if parameter.requires_grad:
-            (muon if asked else adam).append(parameter)
+            (muon if uses_muon else adam).append(parameter)
     return muon, adam
 
 
 def _muon_from_config(_: Kind, groups: Groups, arguments: Mapping[str, Any], model: nn.Module) -> MuonWithAdam:
-    """Return an optimizer with each group split in two, for Muon and for Adam, if it has parameters for both; a group
-    without trained parameters becomes an empty one for Adam."""
+    """Return an optimizer whose groups are split into one for Muon and one for Adam if they have parameters for both; a
+    group without trained parameters becomes an empty group for Adam."""
     rates = {name: arguments[name] or arguments["lr"] for name in ("muon_lr", "adam_lr")}
     muon = {name: arguments[name] for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "weight_decay")}
     adam = {name: arguments[name] for name in ("betas", "eps", "weight_decay")}
-    found: Groups = []
+    result: Groups = []
     for group in groups:
-        own = {name: value for name, value in group.items() if name != "params"}
-        unnamed = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
-        split = split_for_muon(model, unnamed)
-        for parameters, (uses, settings) in zip(split, ((True, muon), (False, adam)), strict=True):
-            rate = rates["muon_lr" if uses else "adam_lr"]
-            named = {} if rate is None else {"lr": rate}
-            known = {name: value for name, value in own.items() if name in settings or name == "lr"}
-            if parameters or not (uses or any(split)):
-                found.append({**settings, **named, **known, "params": parameters, "use_muon": uses})
-    return MuonWithAdam(found)
+        group_settings = {name: value for name, value in group.items() if name != "params"}
+        tensors = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+        split = split_for_muon(model, tensors)
+        for parameters, (use_muon, settings) in zip(split, ((True, muon), (False, adam)), strict=True):
+            rate = rates["muon_lr" if use_muon else "adam_lr"]
+            rate_setting = {} if rate is None else {"lr": rate}
+            overrides = {name: value for name, value in group_settings.items() if name in settings or name == "lr"}
+            if parameters or not (use_muon or any(split)):
+                result.append({**settings, **rate_setting, **overrides, "params": parameters, "use_muon": use_muon})
+    return MuonWithAdam(result)
 
 
 def _kernel(kind: Kind, group: Mapping[str, Any]) -> Kernel:
@@ -383,10 +382,10 @@ class Lamb(torch.optim.Optimizer):
 
     `update = moment / (sqrt(second moment) + eps) + weight_decay * weights`, or with `eps_inside_sqrt` `moment / sqrt(second
     moment + eps) + ...`. The weights lose `rate * factor * update`, where `rate` is `lr * sqrt(1 - beta2^t) / (1 - beta1^t)`
-    (`lr` without `bias_correction`) and `factor` is the norm of the tensor's weights over its update's norm, from `min_coeff`
-    to `max_coeff`, and 1 if either norm is 0.
+    (`lr` without `bias_correction`) and `factor` is the norm of the tensor's weights over its update's norm, clamped to
+    [`min_coeff`, `max_coeff`], and 1 if either norm is 0.
 
-    The norms are of whole tensors: on an engine at stages 1 to 3 and offloaded, each tensor is updated whole by one rank.
+    The norms are of whole tensors: in an engine at stages 1 to 3 or with offload, one rank updates each tensor as a whole.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
@@ -433,8 +432,8 @@ def lamb_step(
     steps: float,
     group: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Take step number `steps` of LAMB in place; return the factor of the tensor, a tensor without dimensions, which is 0
-    with a norm of 0, which were stepped with factor 1."""
+    """Take step number `steps` of LAMB in place; return the tensor's factor, a 0-dimensional tensor. It is 0 if a norm is 0,
+    in which case the step used factor 1."""
     beta1, beta2 = group["betas"]
     moment.mul_(beta1).add_(gradient, alpha=1 - beta1)
     squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -444,23 +443,23 @@ def lamb_step(
     if group["bias_correction"]:
         rate = rate * math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
     weights_norm, update_norm = parameter.norm(), update.norm()
-    both = (weights_norm > 0) & (update_norm > 0)
+    has_norms = (weights_norm > 0) & (update_norm > 0)
     factor = (weights_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
-    parameter.sub_(update.mul_(torch.where(both, factor, 1.0) * rate))
-    return torch.where(both, factor, 0.0)
+    parameter.sub_(update.mul_(torch.where(has_norms, factor, 1.0) * rate))
+    return torch.where(has_norms, factor, 0.0)
 
 
 def lamb_root(squares: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """Return what the moment is divided by."""
+    """Return the divisor of the moment."""
     eps = group["eps"]
     return (squares + eps).sqrt_() if group["eps_inside_sqrt"] else squares.sqrt().add_(eps)
 
 
-_TENSORS = Rule(
+_RULE = Rule(
     kinds=(Lamb, torch.optim.Adafactor, MuonWithAdam),
     kernel=_kernel,
     slots=_slots,
     stepper=lambda _, state, world: TensorStep(state, world),
 )
-register(_TENSORS)
-register(replace(_TENSORS, kinds=(torch.optim.Muon,), make=_muon_from_config))
+register(_RULE)
+register(replace(_RULE, kinds=(torch.optim.Muon,), make=_muon_from_config))

@@ -2,33 +2,33 @@
 the parameters, sharded within groups of ranks (hpZ, `zero_hpz_partition_size`).
 
 [Note: blocks]
-A block is 256 consecutive elements of one rank's rows of one parameter, the last one shorter. Its scale is its largest
-magnitude over 127 (8 bits) or 7 (4 bits), in fp32; each element is the nearest multiple of it, ties to even. So the error
-is at most half a scale, and a value that is not finite makes its whole block so. A byte has two elements of 4 bits: element
-i of a block's first half, and above it element i of its second half.
+A block is 256 consecutive elements of one rank's rows of one parameter; the last may be shorter. Its scale is its largest
+magnitude over 127 (8 bits) or 7 (4 bits), in fp32; each element is rounded to the nearest multiple, ties to even. So the
+error is at most half a scale, and a non-finite value makes its whole block non-finite. With 4 bits a byte has two elements:
+element i of the block's first half in the low bits, and element i of its second half in the high bits.
 
-The rows of several parameters are sent as all scales, then all elements: `bits` / 8 bytes an element and 4 bytes a block.
-Parameters are only cut between blocks, and blocks do not span two, so a parameter's bytes do not depend on others.
+The rows of several parameters are sent as all scales, then all elements: `bits` / 8 bytes per element and 4 bytes per block.
+Parameters are split only between blocks, and no block spans two parameters, so a parameter's bytes depend only on itself.
 
 [Note: quantized gathers]
-Each rank quantizes its rows of the matrices of a unit, all ranks get all bytes, and dequantize them, their own too: so all
-compute with the same bits. The stored rows do not change.
+Each rank quantizes its rows of the matrices of a unit. All ranks receive all bytes and dequantize them, including their own,
+so all compute with the same bits. The stored rows do not change.
 
 [Note: quantized reductions]
 A bucket's matrix [world, cols] is quantized row by row and sent in an all-to-all of rows. Each rank dequantizes the
-received rows and sums them in the order of ranks, in fp32; the mean is rounded once, to the type of plain reductions.
+received rows and sums them in rank order, in fp32; the mean is rounded once, to the type of plain reductions.
 
 With several groups of ranks (machines, or groups of `zero_hpz_partition_size`) there are two such hops: each member of a
-group gets the rows of the ranks with its place in all groups; their mean over the group is quantized again, and sent
-between the groups. With g ranks in each of n groups a rank sends (g - 1) n rows within its group and n - 1 between groups,
-instead of g n - g: a g-th of the bytes leave it.
+group receives the rows of the ranks with its position in all groups; their mean over the group is quantized again and sent
+between groups. With g ranks in each of n groups, a rank sends (g - 1) n rows within its group and n - 1 between groups,
+instead of g n - g: a factor of g fewer bytes leave the group.
 
 [Note: the secondary shards]
-After a gather over all ranks each rank keeps the part of the parameter for its place in its group, so that the group has
-all values. Until they change, later gathers, by the backward and by further micro-batches, are within the group, with the
-same bits. A step invalidates the secondary shards of trained parameters; frozen parameters' stay. They are in device
-memory on every tier, and exist on all ranks or none: a gather makes them, and a change of values, both of all ranks,
-invalidates them.
+After a gather over all ranks, each rank keeps the part of the parameter for its position in its group, so that the group
+has all values. Until they change, later gathers (by the backward and further micro-batches) are within the group, with the
+same bits. A step invalidates the secondary shards of trained parameters; those of frozen parameters stay valid. They are in
+device memory on every tier, and exist on all ranks or none: gathers, which create them, and changes of values, which
+invalidate them, are done by all ranks.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from ..params.sharding import Sharding
 from ..zero.collectives import Bucket, Exchanges, Replica, Rows, register, unpack
 
 BLOCK_NUMEL = 256
-"""Elements with one scale, whose 4 bytes add 1.6 % to 8 bits, 3 % to 4."""
+"""Elements per scale; its 4 bytes add 1.6 % with 8 bits, 3 % with 4."""
 
 _WEIGHT_BITS = 8
-"""Bits of an element of a parameter in a gather."""
+"""Bits per parameter element in a gather."""
 _SCALE_BYTES = 4
 _TILE_NUMEL = {"cpu": 256 * 1024}
 _DEVICE_TILE_NUMEL = 16 * 1024 * 1024
-"""Elements quantized or dequantized at once: fp32 values that stay in the CPU's caches, or are a small part of a
+"""Elements quantized or dequantized at a time: fp32 values that stay in the CPU's caches, or are a small part of a
 device's memory."""
 
 
@@ -66,7 +66,7 @@ def encoded_bytes(numel: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class BlockCode:
-    """Layout of rows of several parameters, of `lengths` elements each (multiples of 16), in `bits` (8 or 4) bits an
+    """Layout of rows of several parameters, of `lengths` elements each (multiples of 16), with `bits` (8 or 4) per
     element."""
 
     lengths: tuple[int, ...]
@@ -74,37 +74,37 @@ class BlockCode:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes per row."""
         return sum(encoded_bytes(length, self.bits) for length in self.lengths)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values` [rows, sum of lengths], of any floating type, as bytes, uint8 [rows, row_bytes]."""
+        """Return `values` [rows, sum of lengths], of any floating-point type, as bytes, uint8 [rows, row_bytes]."""
         encoded = torch.empty(values.shape[0], self.row_bytes, dtype=torch.uint8, device=values.device)
         scales, elements = self._parts(encoded)
         for columns, blocks, size in self._tiles(values):
             tile = values[:, columns].view(values.shape[0], -1, size).float()
             largest = tile.abs().amax(dim=-1)
-            # A tensor as divisor: with a number CUDA multiplies by the inverse, which rounds to other bits.
+            # The divisor is a tensor, since with a number CUDA multiplies by its inverse, which rounds differently.
             scale = largest.div_(largest.new_full((), (1 << (self.bits - 1)) - 1))
             # The scale of a block of zeros is the smallest normal number.
             scale.clamp_(min=torch.finfo(torch.float32).tiny)
             scales[:, blocks] = scale
-            whole = torch.div(tile, scale[..., None]).round_().to(torch.int8)
+            quantized = torch.div(tile, scale[..., None]).round_().to(torch.int8)
             if self.bits == 4:
-                low, high = whole.chunk(2, dim=-1)
-                whole = low.bitwise_and_(15).bitwise_or_(high << 4)
-            elements[:, self._bytes(columns)] = whole.flatten(1)
+                low, high = quantized.chunk(2, dim=-1)
+                quantized = low.bitwise_and_(15).bitwise_or_(high << 4)
+            elements[:, self._bytes(columns)] = quantized.flatten(1)
         return encoded
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
-        """Fill `out` [rows, sum of lengths] with the values of an `encode` result, or `add` them; return `out`. A value is
-        the product in fp32, rounded to the type of `out`."""
+        """Fill `out` [rows, sum of lengths] with the values of an `encode` result, or `add` them; return `out`. Values are
+        products in fp32, rounded to the type of `out`."""
         scales, elements = self._parts(encoded)
         for columns, blocks, size in self._tiles(out):
-            whole = elements[:, self._bytes(columns)].view(out.shape[0], -1, size * self.bits // 8)
+            quantized = elements[:, self._bytes(columns)].view(out.shape[0], -1, size * self.bits // 8)
             if self.bits == 4:
-                whole = torch.cat([(whole << 4) >> 4, whole >> 4], dim=-1)
-            values = (whole * scales[:, blocks][..., None]).flatten(1)
+                quantized = torch.cat([(quantized << 4) >> 4, quantized >> 4], dim=-1)
+            values = (quantized * scales[:, blocks][..., None]).flatten(1)
             if add:
                 out[:, columns].add_(values)
             else:
@@ -120,12 +120,12 @@ class BlockCode:
         return slice(columns.start * self.bits // 8, columns.stop * self.bits // 8)
 
     def _tiles(self, values: torch.Tensor) -> Iterator[tuple[slice, slice, int]]:
-        """Yield columns of `values`, their blocks, and the number of columns of a block."""
+        """Yield columns of `values`, their blocks, and the number of columns per block."""
         tile_numel = _TILE_NUMEL.get(values.device.type, _DEVICE_TILE_NUMEL)
-        most = max(tile_numel // max(values.shape[0], 1) // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+        max_numel = max(tile_numel // max(values.shape[0], 1) // BLOCK_NUMEL, 1) * BLOCK_NUMEL
         first = block = 0
         for length in self.lengths:
-            for begin, stop in _whole_and_rest(length, most):
+            for begin, stop in _block_ranges(length, max_numel):
                 size = min(BLOCK_NUMEL, stop - begin)
                 num_blocks = (stop - begin) // size
                 yield slice(first + begin, first + stop), slice(block, block + num_blocks), size
@@ -133,18 +133,18 @@ class BlockCode:
             first += length
 
 
-def _whole_and_rest(length: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `most` elements of whole blocks, then the shorter block, if any."""
-    whole = length // BLOCK_NUMEL * BLOCK_NUMEL
-    for first in range(0, whole, most):
-        yield first, min(first + most, whole)
-    if whole < length:
-        yield whole, length
+def _block_ranges(length: int, max_numel: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most `max_numel` elements of full blocks, then the shorter block, if any."""
+    full_numel = length // BLOCK_NUMEL * BLOCK_NUMEL
+    for first in range(0, full_numel, max_numel):
+        yield first, min(first + max_numel, full_numel)
+    if full_numel < length:
+        yield full_numel, length
 
 
 @dataclass
 class QuantizedGather:
-    """A running gather. `finish` needs the allocated memory of its parameters."""
+    """A running gather. `finish` needs the memory of its parameters to be allocated."""
 
     work: Work
     bucket: Bucket
@@ -158,7 +158,7 @@ class QuantizedGather:
         """Dequantize the received bytes into `full` of the parameters."""
         bucket, ranks = self.bucket, self.gathered.shape[0]
         first = bucket.segments[0]
-        if len(bucket.segments) == 1 and bucket.cols == first.shard_numel:  # straight into all of one parameter
+        if len(bucket.segments) == 1 and bucket.cols == first.shard_numel:  # directly into one full parameter
             self.code.decode(self.gathered, first.record.padded_full(ranks * bucket.cols).view(-1, bucket.cols))
         else:
             matrix = torch.empty(ranks, bucket.cols, dtype=bucket.dtype, device=self.gathered.device)
@@ -168,17 +168,17 @@ class QuantizedGather:
 
 
 class _Quantized:
-    """Sends matrices of floating types as integers."""
+    """Sends floating-point matrices as integers."""
 
     align_numel = BLOCK_NUMEL
 
     def takes(self, record: ParameterRecord) -> bool:
-        # Biases and norms keep their type.
+        # Biases and norms are sent in their own type.
         return record.dtype.is_floating_point and record.grid.row_numel > 1
 
 
 class QuantizedGathers(_Quantized):
-    """Gathers matrices of floating types as integers; see `Gathers` and [Note: quantized gathers]."""
+    """Gathers floating-point matrices as integers; see `Gathers` and [Note: quantized gathers]."""
 
     def start(self, world: World, bucket: Bucket, rows: Rows) -> QuantizedGather:
         code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), _WEIGHT_BITS)
@@ -190,8 +190,8 @@ class QuantizedGathers(_Quantized):
 
 
 class QuantizedReducer(_Quantized):
-    """Starts reductions of gradients sent as integers (all ranks). A group has `group_size` ranks; with all ranks there is
-    one hop, on the process group of `world`. See [Note: quantized reductions]."""
+    """Starts reductions of gradients sent as integers (all ranks). A group has `group_size` ranks; if that is all ranks,
+    there is one hop, on a second process group of `world`. See [Note: quantized reductions]."""
 
     def __init__(self, world: World, bits: int, *, group_size: int) -> None:
         self.bits = bits
@@ -199,7 +199,7 @@ class QuantizedReducer(_Quantized):
         self.hops = make_groups(world, group_size) if group_size < world.world_size else [world.on_new_group()]
 
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> QuantizedReduction:
-        """Start the reduction of `matrix` [world, cols] (all ranks, in one order)."""
+        """Start the reduction of `matrix` [world, cols] (all ranks, in the same order)."""
         return QuantizedReduction(self, bucket, matrix, kind)
 
     def release(self) -> None:
@@ -219,12 +219,12 @@ class QuantizedReduction:
         self._hop = 0
         size = reducer.hops[0].world_size
         if size < matrix.shape[0]:
-            # Each member of the group gets the rows of its place in all groups: [members, groups x cols].
+            # Each member of the group gets the rows for its position in all groups: [members, groups x cols].
             matrix = matrix.view(-1, size, bucket.cols).transpose(0, 1).reshape(matrix.shape)
         self._send(matrix)
 
     def _send(self, matrix: torch.Tensor) -> None:
-        """Start a hop of `matrix` [members x rows, cols]."""
+        """Start a hop with `matrix` [members x rows, cols]."""
         world = self._reducer.hops[self._hop]
         sent = self._code.encode(matrix)
         self._sent = sent.view(world.world_size, -1)
@@ -240,7 +240,7 @@ class QuantizedReduction:
         return total.mul_(1.0 / parts.shape[0])
 
     def done(self) -> bool:
-        """Return whether `finish` would not block; start the next hop if one is complete."""
+        """Return whether `finish` would return without blocking; start the next hop if the current one is complete."""
         while self._work.is_completed():
             if not self._advance():
                 return True
@@ -278,7 +278,7 @@ class SecondaryShards(Replica):
         return self._within
 
     def grid(self, record: ParameterRecord) -> Grid:
-        return record.grid.joined(self._between.world_size)  # cuts are among the cuts of all ranks
+        return record.grid.joined(self._between.world_size)  # its shard boundaries are among those of all ranks
 
     def has(self, records: Iterable[ParameterRecord]) -> bool:
         return all(record in self._current for record in records)
@@ -290,16 +290,16 @@ class SecondaryShards(Replica):
         for record in records:
             if record not in self._current:
                 numel = self.grid(record).shard_numel
-                mine = record.padded_full(self.world.world_size * numel)[self.world.rank * numel :][:numel]
+                rows = record.padded_full(self.world.world_size * numel)[self.world.rank * numel :][:numel]
                 if record in self._rows:
-                    self._rows[record].copy_(mine)
+                    self._rows[record].copy_(rows)
                 else:
-                    with torch.inference_mode(False):  # of an evaluation, whose tensors cannot be written to later
-                        self._rows[record] = mine.clone()
+                    with torch.inference_mode(False):  # tensors created in inference mode could not be written later
+                        self._rows[record] = rows.clone()
                 self._current.add(record)
 
     def expire(self) -> None:
-        # The memory stays for new rows.
+        # The memory is kept for new rows.
         self._current = {record for record in self._current if record.group is None}
 
     def free(self) -> None:
@@ -316,18 +316,18 @@ class SecondaryShards(Replica):
         return sum(self.grid(r).shard_valid_numel(rank) * rows.element_size() for r, rows in self._rows.items())
 
 
-def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: World) -> Exchanges:
+def _exchanges(exchanges: Exchanges, config: Config, sharding: Sharding, world: World) -> Exchanges:
     if config.secondary_size is not None and sharding.parameters:
-        found = replace(found, replica=SecondaryShards(world, config.secondary_size))
+        exchanges = replace(exchanges, replica=SecondaryShards(world, config.secondary_size))
     if config.zero.zero_quantized_weights:
-        found = replace(found, gathers=QuantizedGathers())
+        exchanges = replace(exchanges, gathers=QuantizedGathers())
     if config.zero.zero_quantized_gradients and sharding.gradients and not config.frozen:
-        # Two hops, the first within groups.
-        near = config.secondary_size or world.local_world_size or world.world_size
-        group_size = near if 1 < near < world.world_size and world.world_size % near == 0 else world.world_size
+        # There are two hops, the first within groups.
+        size = config.secondary_size or world.local_world_size or world.world_size
+        group_size = size if 1 < size < world.world_size and world.world_size % size == 0 else world.world_size
         reducer = QuantizedReducer(world, config.zstore.quantized_gradient_bits, group_size=group_size)
-        found = replace(found, reducer=reducer)
-    return found
+        exchanges = replace(exchanges, reducer=reducer)
+    return exchanges
 
 
 register(_exchanges)

@@ -1,5 +1,5 @@
-"""The memory that a config needs on a machine, and a ladder of changes that reduce it, for `zstore plan`. Pure: the plan
-is the engine's; activations and memory in transit are estimates."""
+"""The memory that a config needs on a machine, and a ladder of changes that reduce it, for `zstore plan`. Pure functions.
+The plan is the engine's own; activations and memory in transit are estimates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..config.config import Config, load_config
 from ..config.optimizers import OptimizerSection
 from ..config.resolve import ResolveContext, precision_note
 from .placement import HEADROOM_PERCENT, fill_device, make_plan, without_headroom
-from .plan import Bytes, ParameterShape, Plan, Slots, Width, activations_of, find_needs, itemsize_of, placement_settings
+from .plan import Bytes, Dims, ParameterShape, Plan, Slots, activations_of, find_needs, itemsize_of, placement_settings
 
 AUTO_PERCENT = 60
 """Share of the host's available memory that a host budget of "auto" uses."""
@@ -27,7 +27,7 @@ Changes = dict[str, Any]
 
 
 def rungs(config: Config, world_size: int, *, device_is_host: bool, folder: str) -> Iterator[tuple[str, Changes]]:
-    """Yield (title, changes) of a resolved config that save memory, in the order to try them; each adds to the previous
+    """Yield (title, changes) that save memory in a resolved config, in the order to try them; each adds to the previous
     ones. `folder` is on the drive to use."""
     batch, stage = config.batch, config.stage
     state, parameters = config.offload_optimizer.device, config.offload_param.device
@@ -50,56 +50,56 @@ def rungs(config: Config, world_size: int, *, device_is_host: bool, folder: str)
             yield "parameters to CPU", {f"{_ZERO}.stage": 3, f"{_ZERO}.offload_param.device": "cpu"}
         if config.activations == "host":
             yield "activations to disk", {"zstore.activations": "disk", "zstore.activations_path": folder}
-    for title, tier, section, least in (
+    for title, tier, section, min_stage in (
         ("optimizer to NVMe", state, f"{_ZERO}.offload_optimizer", 1),
         ("parameters to NVMe", parameters, f"{_ZERO}.offload_param", 3),
     ):
         if tier != "nvme":
             on_disk = {f"{section}.device": "nvme", f"{section}.nvme_path": folder}
-            yield title, {f"{_ZERO}.stage": max(least, stage), **on_disk}
+            yield title, {f"{_ZERO}.stage": max(min_stage, stage), **on_disk}
 
 
-def changed(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
-    """Return a copy of a config, as JSON, with the values of `changes` at their dotted keys."""
-    found = copy.deepcopy(dict(config))
+def apply_changes(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
+    """Return a copy of a JSON config with `changes` applied at their dotted keys."""
+    result = copy.deepcopy(dict(config))
     for key, value in changes.items():
         *sections, name = key.split(".")
-        section = found
-        for one in sections:
-            if not isinstance(section.get(one), dict):
-                section[one] = {}
-            section = section[one]
-            if one == _ZERO and len(sections) > 1:
-                for older in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
-                    section.pop(older, None)
+        section = result
+        for section_name in sections:
+            if not isinstance(section.get(section_name), dict):
+                section[section_name] = {}
+            section = section[section_name]
+            if section_name == _ZERO and len(sections) > 1:
+                for deprecated in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
+                    section.pop(deprecated, None)
         section[name] = value
-    return found
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The needs of a config. Bytes of the device are for one rank, of host and disk for all ranks of the machine."""
+    """The needs of a config. Device bytes are per rank; host and disk bytes are for all ranks of the machine."""
 
     title: str
     config: Mapping[str, Any]
-    """As JSON."""
+    """The config as JSON."""
     changes: Changes
     """The keys that the ladder changed."""
     plan: Plan
-    """Rank 0's."""
+    """Rank 0's plan."""
     activations_bytes: int
-    """An estimate."""
+    """Estimated."""
     needed: Bytes
-    """All bytes; on a device that is the host they count as the host's."""
+    """All bytes; if the device is the host, its bytes count as host bytes."""
     moved_bytes: int
-    """Disk traffic of a step."""
+    """Disk traffic per step."""
     lacking: tuple[str, ...]
     """A message for each memory that is too small; empty if everything fits."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedRun:
-    """A model to train on a machine."""
+    """A model, and the machine to train it on."""
 
     name: str
     shapes: Sequence[ParameterShape]
@@ -107,7 +107,7 @@ class PlannedRun:
     """Returns the names of the parameters of each unit, for a maximum of gathered elements."""
     slots_of: Callable[[OptimizerSection | None, int], Mapping[str, Slots]]
     """Returns the slots of each parameter for an optimizer and a world size, by name."""
-    width: Width
+    dims: Dims
     seq_length: int
     """Tokens in a sample."""
     gpus: int
@@ -117,9 +117,9 @@ class PlannedRun:
     memory_bytes: int
     """Total memory of the host."""
     disk_bytes: int | None
-    """Free bytes on the drive; None: not known, assumed to be enough."""
+    """Free bytes on the drive; None if unknown, and assumed to be enough."""
     context: ResolveContext
-    """For "auto": the devices' types, and placeholders for the answers of a training script."""
+    """For "auto": the devices' native types, and placeholders for a training script's values."""
 
     @property
     def world_size(self) -> int:
@@ -129,41 +129,41 @@ class PlannedRun:
     @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(math.prod(one.shape) for one in self.shapes)
+        return sum(math.prod(each.shape) for each in self.shapes)
 
     def resolved(self, config: Mapping[str, Any]) -> Config:
-        """Return a config as the engine reads it."""
+        """Return `config` loaded and resolved, as the engine reads it."""
         return load_config(dict(config)).resolve(self.context)
 
-    def plan_of(self, config: Config, budget_bytes: int | None) -> Plan:
+    def make_plan_of(self, config: Config, budget_bytes: int | None) -> Plan:
         """Return the engine's plan of a resolved config on rank 0, with a host budget for the machine. Raises
         BudgetError."""
         slots = self.slots_of(config.settings.optimizer, self.world_size)
         needs = find_needs(self.shapes, slots, config, world_size=self.world_size, rank=0)
         units = self.units_of(config.zero.stage3_max_live_parameters)
-        share = None if budget_bytes is None else budget_bytes // self.world_size
-        settings = placement_settings(config, budget_bytes=share, device_is_host=not self.gpus)
-        if config.fills_device and self.gpus:
-            activations, _ = activations_of(config, self.width, self.seq_length)
+        rank_budget = None if budget_bytes is None else budget_bytes // self.world_size
+        settings = placement_settings(config, budget_bytes=rank_budget, device_is_host=not self.gpus)
+        if config.fills_device_memory and self.gpus:
+            activations, _ = activations_of(config, self.dims, self.seq_length)
             settings = fill_device(needs, settings, units, without_headroom(self.gpu_bytes) - activations)
         return make_plan(needs, settings, units)
 
     def estimate(self, config: Mapping[str, Any], title: str = "this config", changes: Changes | None = None) -> Costs:
         """Return the needs of a config with `changes`, and what the machine lacks."""
-        config = changed(config, changes or {})
+        config = apply_changes(config, changes or {})
         resolved = self.resolved(config)
         budget = resolved.zstore.host_budget_bytes
         if budget == "auto":
             budget = self.memory_bytes * AUTO_PERCENT // 100
         lacking: list[str] = []
         try:
-            plan = self.plan_of(resolved, budget)
+            plan = self.make_plan_of(resolved, budget)
         except BudgetError as error:
             lacking.append(f"host budget: {error}")
-            plan = self.plan_of(resolved, None)
-        activations, moved = activations_of(resolved, self.width, self.seq_length, device_is_host=not self.gpus)
+            plan = self.make_plan_of(resolved, None)
+        activations, moved = activations_of(resolved, self.dims, self.seq_length, device_is_host=not self.gpus)
         transit = self._transit_bytes(resolved, plan)
-        # Updates of whole tensors run when the backward's memory is free again.
+        # Whole tensors are updated after the backward has freed its memory.
         on_device = plan.held_total.device + max(transit + activations, plan.update_bytes)
         in_host = plan.held_total.host + (moved if resolved.activations == "host" else 0)
         on_disk = plan.file_bytes + (moved if resolved.activations == "disk" else 0)
@@ -175,9 +175,9 @@ class PlannedRun:
             host=without_headroom(self.memory_bytes),
             disk=needed.disk if self.disk_bytes is None else self.disk_bytes,
         )
-        for place, nbytes in vars(needed).items():
-            if nbytes > getattr(usable, place):
-                lacking.append(f"{place}: {format_bytes(nbytes)} needed, {format_bytes(getattr(usable, place))} usable")
+        for tier, nbytes in vars(needed).items():
+            if nbytes > getattr(usable, tier):
+                lacking.append(f"{tier}: {format_bytes(nbytes)} needed, {format_bytes(getattr(usable, tier))} usable")
         return Costs(
             title=title,
             config=config,
@@ -190,48 +190,48 @@ class PlannedRun:
         )
 
     def ladder(self, config: Mapping[str, Any], folder: str = "/local_nvme") -> Iterator[Costs]:
-        """Yield the needs of a config with the changes of the ladder up to each rung. State goes to the config's drive, or
-        `folder`, with a host budget, if not set, that keeps in memory as much as fits. A rung that conflicts with
+        """Yield the needs of a config with the ladder's changes up to each rung. State goes to the config's drive, or to
+        `folder`; if no host budget is set, one is added that keeps as much in memory as fits. A rung that conflicts with
         other keys of the config is skipped."""
         changes, resolved = Changes(), self.resolved(config)
         drives = (*resolved.offload_optimizer.nvme_paths, *resolved.offload_param.nvme_paths, folder)
-        found = rungs(resolved, self.world_size, device_is_host=not self.gpus, folder=str(drives[0]))
-        for title, more in found:
-            tried = changes | more
+        ladder = rungs(resolved, self.world_size, device_is_host=not self.gpus, folder=str(drives[0]))
+        for title, rung_changes in ladder:
+            candidate = changes | rung_changes
             try:
-                costs = self.estimate(config, title, tried)
-            except ConfigError:  # as with a 1-bit optimizer, which works at stage 0 only
+                costs = self.estimate(config, title, candidate)
+            except ConfigError:  # such as for a 1-bit optimizer, which works at stage 0 only
                 continue
-            changes = tried
+            changes = candidate
             settings = costs.plan.settings
             if "nvme" in (settings.optimizer, settings.parameters) and settings.budget_bytes is None:
-                # As much as "auto", but no more than the model and activations leave.
-                taken = costs.needed.host - self.world_size * costs.plan.held_total.host
-                room = without_headroom(self.memory_bytes) - taken
-                budget = max(1, min(self.memory_bytes * AUTO_PERCENT // 100, room))
+                # As much as "auto", but no more than the model and activations leave free.
+                other_bytes = costs.needed.host - self.world_size * costs.plan.held_total.host
+                free_bytes = without_headroom(self.memory_bytes) - other_bytes
+                budget = max(1, min(self.memory_bytes * AUTO_PERCENT // 100, free_bytes))
                 budgeted = self.estimate(config, title, changes | {"zstore.host_budget_bytes": budget})
                 if budgeted.plan.settings.budget_bytes is not None:  # else it is too small
                     costs, changes = budgeted, budgeted.changes
             yield costs
 
     def notes(self, config: Mapping[str, Any]) -> list[str]:
-        """Return remarks on the numbers."""
-        estimates = (
+        """Return notes on the numbers."""
+        estimates_note = (
             f"activations and buffers in transit are estimates; {HEADROOM_PERCENT} % of each memory is left free"
         )
         device, precision = "GPU" if self.gpus else "CPU", self.resolved(config).precision
-        note = precision_note(load_config(dict(config)).settings, precision, self.context.native, device)
-        return [estimates] if note is None else [estimates, note[1]]
+        precision_remark = precision_note(load_config(dict(config)).settings, precision, self.context.native, device)
+        return [estimates_note] if precision_remark is None else [estimates_note, precision_remark[1]]
 
     def _transit_bytes(self, config: Config, plan: Plan) -> int:
-        """Return the estimated bytes of a device's memory in addition to its state: gathered parameters of two units,
-        gradients of a unit unless autograd's own are kept, and buckets of collectives."""
-        sizes = {one.name: math.prod(one.shape) for one in self.shapes}
+        """Return the estimated bytes that a device needs in addition to its state: gathered parameters of two units,
+        gradients of a unit (unless autograd's own are kept), and buckets of collectives."""
+        sizes = {parameter.name: math.prod(parameter.shape) for parameter in self.shapes}
         units = self.units_of(config.zero.stage3_max_live_parameters)
         unit_numel = max((sum(sizes[name] for name in unit) for unit in units), default=0)
         bucket_numel = min(int(config.zero.reduce_bucket_size), self.num_parameters if config.stage < 2 else unit_numel)
-        buckets = 0 if self.world_size == 1 else 2
-        waiting = plan.held["gradients"]
+        num_buckets = 0 if self.world_size == 1 else 2
+        gradients = plan.held["gradients"]
         cast = plan.settings.accumulation_steps > 1 and config.precision != "fp32"
-        stay = 0 < waiting.total == waiting.device and not cast and (config.stage < 2 or self.world_size == 1)
-        return plan.gathered_bytes + ((0 if stay else unit_numel) + buckets * bucket_numel) * itemsize_of(config)
+        kept = 0 < gradients.total == gradients.device and not cast and (config.stage < 2 or self.world_size == 1)
+        return plan.gathered_bytes + ((0 if kept else unit_numel) + num_buckets * bucket_numel) * itemsize_of(config)

@@ -1,17 +1,17 @@
-"""The order in which units are used, and the schedule from it: units to prefetch, and units to keep. Pure.
+"""The order in which units are used, and the schedule derived from it: units to prefetch, and units to keep. Pure.
 
 [Note: the order]
-A use is a unit that a forward or a backward needs while it is not in use. The uses of one iteration (a forward and its
-backward; without gradients one forward of the model) are recorded with the point at which each ended, and give a schedule
-for the next iterations, which repeat them:
+A use begins when a forward or backward needs a unit that is not in use. The uses of one iteration (a forward and its
+backward; without gradients, one forward of the model) are recorded with the point at which each ended. They determine the
+schedule of the following iterations, which repeat them:
 
 keep   a unit that is used again soon keeps its memory in between, nearest first;
-start  slot 0 is the start of the iteration, slot i + 1 the start of use i. A slot starts to gather later uses, in their
-       order: at least the next one, and more within the bucket.
+start  slot 0 is the start of the iteration, slot i + 1 the start of use i. A slot starts gathering later uses, in order:
+       at least the next one, and more within the bucket.
 
-Both stay within the limit of live elements in the recorded uses. Nothing depends on time or on when a rank releases a unit, so
-ranks with the same order start the same collectives in the same order. An iteration that leaves the order is recorded,
-without prefetch, and gives the new one.
+Both respect the limit of live elements in the recorded uses. Nothing depends on time or on when a rank releases a unit, so
+ranks with the same order start the same collectives in the same order. An iteration that deviates from the order runs
+without prefetch and is recorded as the new order.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 _MAX_USES = 100_000
-"""An iteration with more is not planned: it is a series of forwards without a backward."""
+"""An iteration with more uses is not planned: it is a series of forwards without a backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchLimits:
-    """Limits of the memory spent to avoid waits, in elements of gathered parameters."""
+    """Limits on the memory spent to avoid waits, in elements of gathered parameters."""
 
     prefetch_numel: int = 50_000_000
-    """Gathered ahead of use: at least one unit; 0: none."""
+    """Gathered ahead of use; at least one unit is, unless it is 0."""
     live_numel: int = 1_000_000_000
-    """Gathered at one time, with prefetched and kept units. A unit in use may exceed it."""
+    """Gathered at a time, including prefetched and kept units. A unit in use may exceed it."""
     reuse_numel: int = 0
     """A unit is kept if at most this many elements of other units are used before its next use."""
 
@@ -42,8 +42,8 @@ class Use:
     """A unit in use."""
 
     unit: int
-    last: int
-    """Number of the last use that had begun when this one ended, at least its own."""
+    last_started: int
+    """Index of the last use that had started when this one ended, at least its own."""
 
 
 @dataclass(frozen=True)
@@ -53,125 +53,125 @@ class Schedule:
     units: tuple[int, ...] = ()
     """The unit of each use."""
     start: tuple[tuple[int, ...], ...] = ((),)
-    """Uses whose gather starts at each slot; one slot more than uses."""
+    """Uses whose gather starts at each slot; there is one more slot than uses."""
     keep: tuple[bool, ...] = ()
     """Whether the unit of each use stays gathered until its next use."""
 
 
 def make_schedule(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits) -> Schedule:
-    """Return the schedule of iterations that repeat `uses`; `numel` are the elements of each unit."""
+    """Return the schedule of iterations that repeat `uses`; `numel` has the elements of each unit."""
     live = [0] * len(uses)
     for number, use in enumerate(uses):
-        _add(live, number, use.last + 1, numel[use.unit])
-    kept = _plan_keeping(uses, numel, limits, live)
+        _add_numel(live, number, use.last_started + 1, numel[use.unit])
+    retained_until = _plan_keeping(uses, numel, limits, live)
     return Schedule(
         units=tuple(use.unit for use in uses),
-        start=_plan_starts(uses, numel, limits, live, kept),
-        keep=tuple(number in kept for number in range(len(uses))),
+        start=_plan_starts(uses, numel, limits, live, retained_until),
+        keep=tuple(number in retained_until for number in range(len(uses))),
     )
 
 
-def _add(live: list[int], first: int, stop: int, numel: int) -> None:
+def _add_numel(live: list[int], first: int, stop: int, numel: int) -> None:
     for number in range(first, min(stop, len(live))):
         live[number] += numel
 
 
 def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int]) -> dict[int, int]:
-    """Return use -> next use of the same unit, if it is kept between them; its elements are added to `live`."""
-    before = list(accumulate((numel[use.unit] for use in uses), initial=0))
-    seen: dict[int, int] = {}
+    """Return use -> next use for units that are kept between the two; adds their elements to `live`."""
+    numel_before = list(accumulate((numel[use.unit] for use in uses), initial=0))
+    last_use_of: dict[int, int] = {}
     candidates: list[tuple[int, int, int]] = []
-    for again, use in enumerate(uses):
-        number = seen.get(use.unit)
-        seen[use.unit] = again
+    for next_use, use in enumerate(uses):
+        number = last_use_of.get(use.unit)
+        last_use_of[use.unit] = next_use
         if number is not None:
-            distance = before[again] - before[min(uses[number].last + 1, again)]
+            distance = numel_before[next_use] - numel_before[min(uses[number].last_started + 1, next_use)]
             if distance <= limits.reuse_numel:
-                candidates.append((distance, number, again))
-    # Prefetched units have priority: they hide the wait for every unit.
+                candidates.append((distance, number, next_use))
+    # Prefetched units take priority, since they hide the wait for every unit.
     room = limits.live_numel - min(limits.prefetch_numel, max(numel, default=0))
-    kept: dict[int, int] = {}
-    for _, number, again in sorted(candidates):
-        first, size = uses[number].last + 1, numel[uses[number].unit]
-        if first >= again or max(live[first:again]) + size <= room:
-            kept[number] = again
-            _add(live, first, again, size)
-    return kept
+    retained_until: dict[int, int] = {}
+    for _, number, next_use in sorted(candidates):
+        first, size = uses[number].last_started + 1, numel[uses[number].unit]
+        if first >= next_use or max(live[first:next_use]) + size <= room:
+            retained_until[number] = next_use
+            _add_numel(live, first, next_use, size)
+    return retained_until
 
 
 def _plan_starts(
-    uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int], kept: dict[int, int]
+    uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int], retained_until: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the uses whose gather starts at each slot; their elements are added to `live`."""
-    gathered = set(kept.values())
-    to_gather = deque(number for number in range(len(uses)) if number not in gathered)
-    ended: dict[int, int] = {}
-    free: list[int] = []  # the first slot at which the previous use of the same unit has ended
+    """Return the uses whose gather starts at each slot; adds their elements to `live`."""
+    retained = set(retained_until.values())
+    to_gather = deque(number for number in range(len(uses)) if number not in retained)
+    end_slot_of: dict[int, int] = {}
+    free_at: list[int] = []  # the first slot after the previous use of the same unit
     for use in uses:
-        free.append(ended.get(use.unit, 0))
-        ended[use.unit] = use.last + 2
-    ahead: deque[int] = deque()
+        free_at.append(end_slot_of.get(use.unit, 0))
+        end_slot_of[use.unit] = use.last_started + 2
+    prefetched: deque[int] = deque()
     start: list[tuple[int, ...]] = []
     for slot in range(len(uses) + 1):
-        for waiting in (ahead, to_gather):  # a use that begins before its gather is gathered on demand
-            while waiting and waiting[0] < slot:
-                waiting.popleft()
-        begun: list[int] = []
+        for queue in (prefetched, to_gather):  # a use that starts before its gather is gathered on demand
+            while queue and queue[0] < slot:
+                queue.popleft()
+        started: list[int] = []
         first = max(slot - 1, 0)
-        ahead_numel = sum(numel[uses[number].unit] for number in ahead)
+        prefetched_numel = sum(numel[uses[number].unit] for number in prefetched)
         while to_gather and limits.prefetch_numel > 0:
             number = to_gather[0]
             size = numel[uses[number].unit]
-            too_many = ahead_numel > 0 and ahead_numel + size > limits.prefetch_numel
-            if too_many or slot < free[number] or any(value + size > limits.live_numel for value in live[first:number]):
+            too_many = prefetched_numel > 0 and prefetched_numel + size > limits.prefetch_numel
+            if too_many or slot < free_at[number] or any(n + size > limits.live_numel for n in live[first:number]):
                 break
-            _add(live, first, number, size)
-            begun.append(to_gather.popleft())
-            ahead_numel += size
-        ahead.extend(begun)
-        start.append(tuple(begun))
+            _add_numel(live, first, number, size)
+            started.append(to_gather.popleft())
+            prefetched_numel += size
+        prefetched.extend(started)
+        start.append(tuple(started))
     return tuple(start)
 
 
 class Recorder:
-    """Compares an iteration with its schedule, and records it."""
+    """Compares an iteration with the schedule, and records it."""
 
     def __init__(self) -> None:
         self._schedule = Schedule()
         self._units: list[int] = []
-        self._last: list[int] = []
-        self._open: dict[int, int] = {}
-        self.follows = False
-        """Whether the iteration has repeated the recorded one so far."""
+        self._last_started: list[int] = []
+        self._active: dict[int, int] = {}
+        self.on_schedule = False
+        """Whether the current iteration has matched the recorded one up to now."""
 
     def begin(self, schedule: Schedule) -> None:
         """Start an iteration."""
         self._schedule = schedule
-        self._units, self._last, self._open = [], [], {}
-        self.follows = bool(schedule.units)
+        self._units, self._last_started, self._active = [], [], {}
+        self.on_schedule = bool(schedule.units)
 
     def begin_use(self, unit: int) -> int:
-        """Record the start of a use of `unit`; return its number. `follows` tells whether it was expected."""
+        """Record the start of a use of `unit`; return its index. `on_schedule` says whether it was expected."""
         number = len(self._units)
         self._units.append(unit)
-        self._last.append(number)
-        self._open[unit] = number
-        known = self._schedule.units
-        self.follows = self.follows and number < len(known) and known[number] == unit
+        self._last_started.append(number)
+        self._active[unit] = number
+        expected = self._schedule.units
+        self.on_schedule = self.on_schedule and number < len(expected) and expected[number] == unit
         return number
 
     def end_use(self, unit: int) -> bool:
-        """Record the end of the use of `unit`; return whether to keep it for its next use."""
-        number = self._open.pop(unit, None)
+        """Record the end of the use of `unit`; return whether to keep the unit for its next use."""
+        number = self._active.pop(unit, None)
         if number is None:
             return False
-        self._last[number] = len(self._units) - 1
-        return self.follows and self._schedule.keep[number]
+        self._last_started[number] = len(self._units) - 1
+        return self.on_schedule and self._schedule.keep[number]
 
     def end(self) -> tuple[Use, ...] | None:
-        """End the iteration; return its uses if they differ from the schedule, and are not too many to plan."""
-        for number in self._open.values():
-            self._last[number] = len(self._units) - 1
+        """End the iteration; return its uses if they differ from the schedule and are not too many to plan."""
+        for number in self._active.values():
+            self._last_started[number] = len(self._units) - 1
         if tuple(self._units) == self._schedule.units or len(self._units) > _MAX_USES:
             return None
-        return tuple(map(Use, self._units, self._last))
+        return tuple(map(Use, self._units, self._last_started))

@@ -1,10 +1,10 @@
-"""Monitors: the destinations of a run's metrics, step by step, on rank 0.
+"""Monitors: the destinations of a run's metrics, written after each step on rank 0.
 
 [Note: metrics]
-One value per name and optimizer step, by the samples seen over all ranks. The names are DeepSpeed's, `Train/Samples/` and
-`train_loss` (mean over all micro-batches of the step), `lr` (of the first group, for the next step), `loss_scale` (fp16 only),
-`elapsed_time_ms_forward`, `_backward`, `_step`; and `grad_norm` and `mfu`, which it does not have. CSV and TensorBoard files
-are complete when `write` returns, so that a killed run loses nothing; wandb writes every 15 seconds, in its own process.
+There is one value per name and optimizer step, indexed by the samples seen over all ranks. The names are DeepSpeed's:
+`Train/Samples/` and `train_loss` (mean over all micro-batches of the step), `lr` (of the first group, for the next step),
+`loss_scale` (fp16 only), `elapsed_time_ms_forward`, `_backward`, `_step`; `grad_norm` and `mfu` are zstore's own. CSV and
+TensorBoard files are complete when `write` returns, so a killed run loses nothing; wandb writes every 15 s, in its own process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zstore.errors import ConfigError, UsageError
 from zstore.io import user_path
 
 from ..config.config import Config
-from ..config.keys import acting
+from ..config.keys import active_values
 from ..config.sections import CsvMonitorSection, WandbSection
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _SAMPLES = "Train/samples"
 
 
 class Monitor(Protocol):
-    """A destination of metrics: `write` once a step, `close` at the end (rank 0). Both may raise anything."""
+    """A destination of metrics: `write` is called after each step, `close` at the end (rank 0). Both may raise anything."""
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
         """Write the values of one step."""
@@ -42,14 +42,14 @@ class Monitor(Protocol):
 
 
 class CsvMonitor:
-    """A CSV file for each metric, with a heading `step,<name>` and a row per step; later runs append."""
+    """A CSV file per metric, with a header `step,<name>` and a row per step; later runs append."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
-        failed: OSError | None = None
+        last_error: OSError | None = None
         for name, value in values.items():
             path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             try:
@@ -59,16 +59,16 @@ class CsvMonitor:
                         rows.writerow(["step", name.rpartition("/")[2]])
                     rows.writerow([samples, value])
             except OSError as error:
-                failed = error
-        if failed is not None:
-            raise failed
+                last_error = error
+        if last_error is not None:
+            raise last_error
 
     def close(self) -> None:
         """Do nothing: no file is open."""
 
 
 class TensorboardMonitor:
-    """Scalars in an event file."""
+    """Writes scalars to an event file."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -85,10 +85,10 @@ class TensorboardMonitor:
 
 
 class WandbMonitor:
-    """A run of Weights & Biases: the script's, which is left open, or a new one.
+    """A run of Weights & Biases: the script's own, which is left open, or a new one.
 
-    Values are logged by the metric `Train/samples`: wandb's count of steps belongs to the script, and cannot go back, as
-    training does when it loads an earlier checkpoint.
+    Values are logged against the metric `Train/samples`: wandb's step counter belongs to the script, and cannot go back,
+    as training does when it loads an earlier checkpoint.
     """
 
     def __init__(self, section: WandbSection, config: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ class WandbMonitor:
 
 
 class Monitors:
-    """All monitors of a run. The first failure of each is a warning; it is tried again at each step.
+    """All monitors of a run. The first failure of each is logged as a warning, and each step retries it.
 
     A script writes its own values with `write_events`, as with DeepSpeed's `engine.monitor`.
     """
@@ -118,7 +118,7 @@ class Monitors:
     def __init__(self, monitors: Sequence[Monitor] = (), *, enabled: bool = False) -> None:
         self._monitors = list(monitors)
         self.enabled = enabled
-        """Whether the config turns a monitor on: the same on every rank."""
+        """Whether the config enables a monitor; the same on every rank."""
         self._failed: set[int] = set()
 
     def __bool__(self) -> bool:
@@ -135,15 +135,15 @@ class Monitors:
         for event in events:
             try:
                 name, value, sample = event[:3]
-                values, at = {str(name): float(value)}, int(sample)
+                values, num_samples = {str(name): float(value)}, int(sample)
             except (TypeError, ValueError) as error:
                 raise UsageError(
                     f"write_events(): expected (name, number, sample) triples, got {event!r:.100}"
                 ) from error
-            self.write(values, at)
+            self.write(values, num_samples)
 
     def close(self) -> None:
-        """Close each monitor, once."""
+        """Close all monitors; a second call does nothing."""
         monitors, self._monitors = self._monitors, []
         for monitor in monitors:
             self._try(monitor, monitor.close)
@@ -154,28 +154,28 @@ class Monitors:
         except Exception as error:
             if id(monitor) not in self._failed:
                 self._failed.add(id(monitor))
-                what = "%s failed, and metrics may be missing from now on; training continues: %s: %s"
-                _log.warning(what, type(monitor).__name__, type(error).__name__, error)
+                text = "%s failed, and metrics may be missing from now on; training continues: %s: %s"
+                _log.warning(text, type(monitor).__name__, type(error).__name__, error)
 
 
 def open_monitors(config: Config, world: World) -> Monitors:
-    """Return the monitors that the config turns on; none on ranks other than 0, or for a frozen engine (all ranks).
+    """Return the monitors that the config enables; none on ranks other than 0 or for a frozen engine (all ranks).
 
-    Raises ConfigError, on every rank, for a package that is not installed or a folder that cannot be used.
+    Raises ConfigError, on every rank, if a package is not installed or a folder cannot be used.
     """
-    if config.frozen:  # it has nothing to report, and another engine may use these folders
+    if config.frozen:  # nothing to report, and another engine may use these folders
         return Monitors()
     csv_files, tensorboard, wandb = config.settings.csv_monitor, config.settings.tensorboard, config.settings.wandb
     makers: dict[str, tuple[bool, Callable[[], Monitor]]] = {
         "csv_monitor": (csv_files.enabled, lambda: CsvMonitor(_folder(csv_files))),
         "tensorboard": (tensorboard.enabled, lambda: TensorboardMonitor(_folder(tensorboard))),
-        "wandb": (wandb.enabled, lambda: WandbMonitor(wandb, acting(config.settings))),
+        "wandb": (wandb.enabled, lambda: WandbMonitor(wandb, active_values(config.settings))),
     }
-    wanted = {key: make for key, (enabled, make) in makers.items() if enabled}
+    enabled_makers = {key: make for key, (enabled, make) in makers.items() if enabled}
     opened: list[Monitor] = []
     try:
         with world.agreeing():
-            for key, make in wanted.items() if world.rank == 0 else ():
+            for key, make in enabled_makers.items() if world.rank == 0 else ():
                 try:
                     opened.append(make())
                 except ImportError as error:
@@ -189,7 +189,7 @@ def open_monitors(config: Config, world: World) -> Monitors:
     except BaseException:
         Monitors(opened).close()
         raise
-    return Monitors(opened, enabled=bool(wanted))
+    return Monitors(opened, enabled=bool(enabled_makers))
 
 
 def _folder(section: CsvMonitorSection) -> Path:

@@ -1,21 +1,21 @@
-"""Counters of one rank since its engine was created: the traffic and waits of each link, memory, and model FLOPs utilisation.
+"""Counters of one rank since its engine was created: traffic and waits per link, memory, and model FLOPs utilisation.
 
 [Note: links]
-docs/metrics.md lists the names in `EngineStatistics.links`; an unused link is missing. `disk_prefetch`,
-`optimizer_read` and `optimizer_write` are parts of `disk_read` and `disk_write`; parameters on disk that are their own masters
-count as the optimizer's. With groups of ranks `within_group` and `between_groups` count every collective but `control` a
-second time. Busy time is summed over concurrent operations, so it may exceed the time that passed.
+docs/metrics.md lists the names in `EngineStatistics.links`; unused links are omitted. `disk_prefetch`, `optimizer_read` and
+`optimizer_write` are parts of `disk_read` and `disk_write`; parameters on disk that are their own masters count as optimizer
+state. With groups of ranks, `within_group` and `between_groups` count every collective except `control` again. Busy time is
+summed over concurrent operations, so it may exceed the elapsed time.
 
 [Note: utilisation]
-MFU = operations of a step / (seconds of the step x peak of the device), on rank 0, as in Chowdhery et al., PaLM
-(https://arxiv.org/abs/2204.02311), appendix B: repeated forwards do not count. One forward, of the first micro-batch, is
-counted; a backward takes as much for the gradients of activations, and again for those of parameters, times the trained
-share. A compiled model's step is estimated as 6 x parameters x tokens, if the loop gives the tokens of a step.
+MFU = operations per step / (seconds per step x peak of the device), on rank 0, as in Chowdhery et al., PaLM
+(https://arxiv.org/abs/2204.02311), appendix B: recomputation does not count. The forward of the first micro-batch is
+counted; a backward takes as much for the gradients of activations, and as much again, times the trained share, for those of
+parameters. A compiled model's step is estimated as 6 x parameters x tokens, if the loop reports the tokens per step.
 
-Matrix products, convolutions and attention count, by the formulas of `torch.utils.flop_counter`, which leaves out attention on
-the CPU. `FlopCounterMode` itself would run compiled functions uncompiled, which changes the run.
+Matrix products, convolutions and attention are counted by the formulas of `torch.utils.flop_counter`, which omits attention
+on the CPU. `FlopCounterMode` itself would run compiled functions uncompiled, which changes the run.
 
-Peaks are the makers' for dense products in the type of training, of the GPUs in the table below; other devices have no MFU.
+Peaks are the manufacturers' for dense products in the training type, for the GPUs in the table; other devices have no MFU.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
     from ..training.training import Training
 
-_OPTIMIZER = ("model", "optimizer")
-"""First parts of the names of arrays that are optimizer state."""
-_PEAKS = (
+_OPTIMIZER_SUBJECTS = ("model", "optimizer")
+"""First components of the names of arrays that are optimizer state."""
+_PEAK_FLOPS = (
     ("B200", {"16": 2250e12, "tf32": 1125e12, "fp32": 75e12}),
     ("H200", {"16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}),
     ("H100 PCIe", {"16": 756e12, "tf32": 378e12, "fp32": 51e12}),
@@ -55,19 +55,19 @@ _PEAKS = (
     ("L40S", {"16": 362e12, "tf32": 183e12, "fp32": 91.6e12}),
     ("A10G", {"16": 70e12, "tf32": 35e12, "fp32": 31.2e12}),
 )
-"""Part of a CUDA device's name -> operations per second in dense products, from the makers' data sheets. The first match
-counts."""
+"""Part of a CUDA device's name -> operations per second in dense products, from the manufacturers' data sheets. The first
+match applies."""
 
 
 @dataclass(kw_only=True)
 class PhaseTimes:
-    """Seconds spent in each phase: on an asynchronous device the host's, unless `wall_clock_breakdown` is on."""
+    """Seconds spent in each phase; on an asynchronous device, host time unless `wall_clock_breakdown` is on."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """Backward, with its reductions."""
+    """Backward, including its reductions."""
     optimizer_s: float = 0.0
-    """`step()` at the end of an accumulation: reduction, norm, update, gathering of parameters."""
+    """`step()` at the end of an accumulation: reduction, norm, update, and gathering of parameters."""
 
     def __sub__(self, other: PhaseTimes) -> PhaseTimes:
         return PhaseTimes(**{name: seconds - getattr(other, name) for name, seconds in vars(self).items()})
@@ -75,14 +75,14 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes that one rank has in memory and on disk now."""
+    """Bytes that one rank currently has in memory and on disk."""
 
     parameters: int
-    """Parameters in their own type: own rows on the device, and gathered copies."""
+    """Parameters in their own type: this rank's rows on the device, and gathered copies."""
     resting: int
-    """Rows of offloaded parameters in the store, on any tier, with fp32 masters that are the parameter."""
+    """Rows of offloaded parameters in the store, on any tier, including parameters that are their own fp32 master."""
     gradients: int
-    """Gradients that wait for the update."""
+    """Gradients stored until the update."""
     optimizer_state: int
     """fp32 masters and slots, on any tier; an fp32 parameter that is its own master counts as a parameter."""
     secondary: int = 0
@@ -97,38 +97,38 @@ class EngineStatistics:
     backward_s: float
     optimizer_s: float
     links: Mapping[str, LinkStatistics]
-    """Traffic of each link. See [Note: links]."""
+    """Traffic by link. See [Note: links]."""
     sent_bytes: Mapping[str, int]
     """Bytes that this rank sent to others, by kind of collective."""
     process_peak_bytes: int
-    """Peak of the process's resident memory."""
+    """Peak resident memory of the process."""
     cuda_peak_bytes: int
-    """Peak of the memory of tensors on the CUDA device; 0 without one."""
+    """Peak memory of tensors on the CUDA device; 0 without one."""
     held: MemoryUse
-    """Bytes of parameters, gradients and optimizer state now."""
+    """Current bytes of parameters, gradients and optimizer state."""
     units: UnitStatistics | None
-    """Gathers of sharded or offloaded parameters, ahead or on demand; None without any."""
+    """Gathers of sharded or offloaded parameters, prefetched or on demand; None if there are no such parameters."""
     overlapped: int
-    """Reductions of gradients that overlapped with other work of this rank."""
+    """Gradient reductions that overlapped with other work of this rank."""
     store: StoreStatistics
     """Bytes of state by tier and of transfer buffers, and the work of the I/O threads."""
     step_flops: int | None
-    """Operations of a step on this rank, repeated forwards left out; None: not known."""
+    """Operations per step on this rank, without recomputation; None if unknown."""
     mfu: float | None
-    """Model FLOPs utilisation of the last step, 0 to 1, on rank 0; None: not known."""
+    """Model FLOPs utilisation of the last step, 0 to 1, on rank 0; None if unknown."""
     activations: ActivationStatistics | None
-    """Activations that leave the device; None without any."""
+    """Offloaded activations; None if activations are not offloaded."""
 
 
 def engine_statistics(
-    training: Training, times: PhaseTimes, saves_s: Mapping[str, float], utilisation: StepUtilisation
+    training: Training, times: PhaseTimes, save_stall_s: Mapping[str, float], utilisation: StepUtilisation
 ) -> EngineStatistics:
-    """Return the current counters; `saves_s` are the seconds for which saves delayed training, by kind."""
+    """Return the current counters; `save_stall_s` has the seconds by which saves delayed training, by kind."""
     world, state, hooks = training.world, training.state, training.hooks
     store = state.store.statistics()
     return EngineStatistics(
         **vars(times),
-        links=link_statistics(world, state.store, store, saves_s),
+        links=link_statistics(world, state.store, store, save_stall_s),
         sent_bytes=dict(world.sent_bytes),
         process_peak_bytes=most_resident_bytes(),
         cuda_peak_bytes=cuda_peak_bytes(world.device),
@@ -143,17 +143,17 @@ def engine_statistics(
 
 
 def cuda_peak_bytes(device: torch.device) -> int:
-    """Return the peak of the memory of tensors on a CUDA device; 0 for any other."""
+    """Return the peak memory of tensors on a CUDA device; 0 for any other device."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def link_statistics(
-    world: World, tensors: Store, store: StoreStatistics, saves_s: Mapping[str, float]
+    world: World, tensors: Store, store: StoreStatistics, save_stall_s: Mapping[str, float]
 ) -> dict[str, LinkStatistics]:
-    """Return the traffic of each link; `store` are the statistics of `tensors`. See [Note: links]."""
+    """Return the traffic by link; `store` has the statistics of `tensors`. See [Note: links]."""
 
-    def moved(priorities: Iterable[str], *subjects: str, stall_s: Mapping[str, float] | None = None) -> LinkStatistics:
-        """Return the I/O threads' traffic of these subjects, by default of all; stalls of 0 s are left out."""
+    def total(priorities: Iterable[str], *subjects: str, stall_s: Mapping[str, float] | None = None) -> LinkStatistics:
+        """Return the I/O threads' traffic for these subjects, by default all; stalls of 0 s are omitted."""
         keys = {key: key.split(" ", 1) for key in store.queue.subjects}
         chosen = [k for k, (priority, of) in keys.items() if priority in priorities and of in (subjects or (of,))]
         stalls = {cause: seconds for cause, seconds in (stall_s or {}).items() if seconds > 0}
@@ -162,23 +162,23 @@ def link_statistics(
     both = world.links.statistics(), tensors.links.statistics()
     counted = {name: total_of_links(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
     reads, writes = ("read", "prefetch"), ("write_back",)
-    reading = {"not read yet": store.read_wait_s, "no free buffer": store.pool_wait_s}
-    writing = {
+    read_stalls = {"not read yet": store.read_wait_s, "no free buffer": store.pool_wait_s}
+    write_stalls = {
         "not written yet": store.write_wait_s,
         "pass not begun": store.pin_wait_s,  # for a save to release a shard, or for the file of a new version
         "queue full": store.queue.blocked_s,
     }
-    stored = {
-        "disk_read": moved(reads, stall_s=reading),
-        "disk_prefetch": moved(("prefetch",)),
-        "disk_write": moved(writes, stall_s=writing),
-        "optimizer_read": moved(reads, *_OPTIMIZER),
-        "optimizer_write": moved(writes, *_OPTIMIZER),
-        "activation_read": moved(reads, "activation"),
-        "activation_write": moved(writes, "activation"),
-        "checkpoint_write": moved(("checkpoint",), stall_s=saves_s),
+    io_links = {
+        "disk_read": total(reads, stall_s=read_stalls),
+        "disk_prefetch": total(("prefetch",)),
+        "disk_write": total(writes, stall_s=write_stalls),
+        "optimizer_read": total(reads, *_OPTIMIZER_SUBJECTS),
+        "optimizer_write": total(writes, *_OPTIMIZER_SUBJECTS),
+        "activation_read": total(reads, "activation"),
+        "activation_write": total(writes, "activation"),
+        "checkpoint_write": total(("checkpoint",), stall_s=save_stall_s),
     }
-    return counted | {name: link for name, link in stored.items() if link.operations or link.stall_s}
+    return counted | {name: link for name, link in io_links.items() if link.operations or link.stall_s}
 
 
 def memory_use(training: Training) -> MemoryUse:
@@ -187,43 +187,43 @@ def memory_use(training: Training) -> MemoryUse:
     for record in state.records:
         if record.shard is not None:
             parameters += record.shard.nbytes
-        # Not `full.nbytes`: a released parameter has no memory, or memory kept for its next use.
+        # Not `full.nbytes`, since a released parameter has no memory, or memory reserved for its next use.
         parameters += 0 if record.is_in_place else min(record.full.untyped_storage().nbytes(), record.full.nbytes)
     arrays = [(tier, kind == "parameters", nbytes) for _, tier, kind, nbytes in placed_arrays(training)]
     resting = sum(nbytes for tier, is_parameter, nbytes in arrays if is_parameter and tier != "device")
     optimizer_state = sum(nbytes for _, is_parameter, nbytes in arrays if not is_parameter)
-    second = None if hooks is None else hooks.units.fetcher.replica
-    secondary = 0 if second is None else second.held_bytes
+    replica = None if hooks is None else hooks.units.fetcher.replica
+    secondary = 0 if replica is None else replica.held_bytes
     return MemoryUse(parameters, resting, training.gradients.held_bytes(), optimizer_state, secondary)
 
 
 def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
-    """Yield (name, tier, kind, bytes) of this rank's arrays of every parameter: values, master and slots."""
+    """Yield (name, tier, kind, bytes) for this rank's arrays of every parameter: values, master and slots."""
     state, store = training.state, training.state.store
     for record in state.records:
         resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0
         resident += 0 if record.shard is None else record.shard.nbytes
-        own = record.group is None or state.is_master(record)
+        is_master = record.group is None or state.is_master(record)
         master, *slots = state.array_names[record]
-        kinds = {master: "parameters" if own else "master weights"} | dict.fromkeys(slots, "optimizer state")
+        kinds = {master: "parameters" if is_master else "master weights"} | dict.fromkeys(slots, "optimizer state")
         if record.stored_array is not None:
             kinds[record.stored_array] = "parameters"
-        if own and store.tier(master).name == "device":
-            resident -= store.local(master).nbytes  # the array is these rows of it
+        if is_master and store.tier(master).name == "device":
+            resident -= store.local(master).nbytes  # the array shares the parameter's memory
         yield f"parameter/{record.name}", "device", "parameters", resident
         for name, kind in kinds.items():
             yield name, store.tier(name).name, kind, store.local(name).nbytes
 
 
-def peak_of(name: str, precision: str) -> float | None:
-    """Return the peak of a CUDA device, by its name, for training in `precision`; None if it is not in the table."""
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return a CUDA device's peak operations per second in `precision`, by its name; None if it is not in the table."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    kind = "16" if precision in {"bf16", "fp16"} else "tf32" if tf32 else "fp32"
-    return next((peaks[kind] for part, peaks in _PEAKS if part in name), None)
+    dtype = "16" if precision in {"bf16", "fp16"} else "tf32" if tf32 else "fp32"
+    return next((peaks[dtype] for device, peaks in _PEAK_FLOPS if device in name), None)
 
 
-class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations in its `with` blocks."""
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations run in its `with` blocks."""
 
     supports_higher_order_operators = True
 
@@ -233,7 +233,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return that compiled functions run compiled."""
+        """Return True, so that compiled functions run compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,7 +244,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if operator in flop_registry:
                 self.total += int(flop_registry[operator](*args, **kwargs, out_val=out))
             elif operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-                # Heads that share a key and a value take as many products; torch 2.9's formula refuses them.
+                # Heads that share keys and values take the same number of products; torch 2.9's formula rejects them.
                 batch, heads, *_ = args[0].shape
                 key, value = ((batch, heads, *tensor.shape[2:]) for tensor in args[1:3])
                 self.total += int(sdpa_flop_count(args[0].shape, key, value))  # type: ignore[no-untyped-call]
@@ -256,61 +256,61 @@ class StepUtilisation:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self.counts = False
-        """Whether the next forward in training is counted."""
+        self.should_count = False
+        """Whether to count the operations of the next training forward."""
         self._micro_flops: int | None = None
         """Operations of one micro-batch."""
         self._numel = sum(record.numel for record in training.state.records)
         self.tokens: int | None = None
-        """Tokens of a step over all ranks, from the current one on; None: not known."""
+        """Tokens per step over all ranks, from the current step on; None if unknown."""
         device = training.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self._peak = peak_of(name, training.config.precision)
-        self._ended_s: float | None = None
-        self._aside_s: float | None = None
+        self._peak = peak_flops(name, training.config.precision)
+        self._last_end_s: float | None = None
+        self._eval_start_s: float | None = None
         """Start of the running evaluation."""
         self.step_s: float | None = None
-        """Seconds of the last step; None: its start is not known."""
+        """Seconds of the last step; None if its start is unknown."""
         self.last: float | None = None
-        """Utilisation of the last step, 0 to 1; None: not known."""
+        """Utilisation of the last step, 0 to 1; None if unknown."""
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the operations of a forward; not of one without gradients or with compiled parts."""
+        """Count the operations of a forward, unless it runs without gradients or has compiled parts."""
         training = self._training
         if not torch.is_grad_enabled():
             yield
             return
-        self.counts = False
+        self.should_count = False
         modules = training.model.modules()
-        if training.compiled is not None or any(getattr(one, "_compiled_call_impl", None) for one in modules):
+        if training.compiled is not None or any(getattr(module, "_compiled_call_impl", None) for module in modules):
             yield
             return
-        with OperationCounter() as counter:
+        with FlopCounter() as counter:
             yield
         trained_numel = sum(record.numel for record in training.trained)
         self._micro_flops = 2 * counter.total + counter.total * trained_numel // max(self._numel, 1) or None
 
-    def step_ended(self) -> None:
-        """Record the end of a step, which began at the end of the previous one; the first, a warm-up, does not count."""
+    def end_step(self) -> None:
+        """Record the end of a step, which started at the end of the previous one; the first step is a warm-up."""
         now_s, flops = time.perf_counter(), self.step_flops()
-        self.step_s = None if self._ended_s is None else now_s - self._ended_s
+        self.step_s = None if self._last_end_s is None else now_s - self._last_end_s
         self.last = flops / (self.step_s * self._peak) if self.step_s and flops and self._peak else None
-        self._ended_s = now_s
+        self._last_end_s = now_s
 
-    def forward_begins(self, *, trains: bool) -> None:
-        """Exclude from the current step the time between a forward of an evaluation and the next forward in training."""
+    def begin_forward(self, *, trains: bool) -> None:
+        """Exclude the time from an evaluation forward to the next training forward from the current step."""
         now_s = time.perf_counter()
-        if trains and self._aside_s is not None and self._ended_s is not None:
-            self._ended_s += now_s - max(self._aside_s, self._ended_s)
-        self._aside_s = None if trains else self._aside_s or now_s
+        if trains and self._eval_start_s is not None and self._last_end_s is not None:
+            self._last_end_s += now_s - max(self._eval_start_s, self._last_end_s)
+        self._eval_start_s = None if trains else self._eval_start_s or now_s
 
     def reset(self) -> None:
-        """Forget the end of the last step: the time since then does not belong to the next."""
-        self._ended_s = self.step_s = None
+        """Discard the end of the last step, so that the time since then does not count towards the next."""
+        self._last_end_s = self.step_s = None
 
     def step_flops(self) -> int | None:
-        """Return the operations of a step on one rank; None: not known."""
+        """Return the operations per step on one rank; None if unknown."""
         if self._micro_flops is not None:
             return self._micro_flops * self._training.accumulation.batch.accumulation_steps
         return 6 * self._numel * self.tokens // self._training.world.world_size if self.tokens else None

@@ -88,9 +88,9 @@ class Accumulation:
     def batch_with_size(self, train_batch_size: int) -> BatchSizes:
         """Return the batch sizes with that many samples per step, in another number of micro-batches.
 
-        Raises UsageError as `of_train_batch_size` does, and within a step.
+        Raises UsageError as `with_train_batch_size` does, and within a step.
         """
-        batch = self.batch.of_train_batch_size(train_batch_size, self.world_size)
+        batch = self.batch.with_train_batch_size(train_batch_size, self.world_size)
         if not self.is_new:
             raise UsageError(
                 f"set_train_batch_size({train_batch_size}) in the middle of a step, whose losses were divided by "

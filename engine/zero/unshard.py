@@ -189,7 +189,7 @@ class ShardedUnits:
             return False
         self._kind = kind
         self._recorder.begin(self._schedules.get(kind, Schedule()))
-        if self._recorder.follows:
+        if self._recorder.on_schedule:
             self._read_slots(0)
             self._send_slot(0)
         return True
@@ -209,7 +209,7 @@ class ShardedUnits:
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
         """Return rank 0's uses: ranks may end a use at different points. Raises UsageError if the order differs."""
-        all_uses = self._world.all_gather_object([[use.unit, use.last] for use in uses])
+        all_uses = self._world.all_gather_object([[use.unit, use.last_started] for use in uses])
         orders = [[unit for unit, _ in rank_uses] for rank_uses in all_uses]
         differing = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
         if differing is not None:
@@ -250,7 +250,7 @@ class ShardedUnits:
         self._world.watch.activity.unit = unit.unit.name
         with labelled("unshard", unit.unit.name):
             number = self._recorder.begin_use(unit.number)
-            follows = self._recorder.follows
+            follows = self._recorder.on_schedule
             previous = unit.state
             if previous is UnitState.RELEASED:
                 self._start(unit, ahead=False)
@@ -392,7 +392,7 @@ class ShardedUnits:
 
     def _send(self, unit: ShardedUnit) -> None:
         if unit.fetch is not None and unit.fetch.records:
-            self.fetcher.send(unit.fetch, expected=self._recorder.follows)
+            self.fetcher.send(unit.fetch, expected=self._recorder.on_schedule)
 
     def _complete(self, unit: ShardedUnit) -> None:
         """Wait until the unit's parameters are gathered."""
@@ -400,7 +400,7 @@ class ShardedUnits:
             fetch = self.values[record].fetch
             if fetch is None:
                 continue
-            self.fetcher.finish(fetch, expected=self._recorder.follows)
+            self.fetcher.finish(fetch, expected=self._recorder.on_schedule)
             for filled in fetch.records:
                 self.values[filled].fetch, self.values[filled].is_gathered = None, True
 

@@ -319,8 +319,8 @@ def test_configure_keeps_inputs_on_the_host(monkeypatch: pytest.MonkeyPatch, cap
     config = {"train_batch_size": "unread", "activation_checkpointing": {"cpu_checkpointing": True}}
     checkpointing.configure(None, config, partition_activations=True, profile=True)
     assert checkpointing.is_configured()
-    assert "partition_activations: not built: there is no model parallelism" in caplog.text
-    assert "profile: not built: blocks are not timed one by one" in caplog.text
+    assert "partition_activations: not implemented: there is no model parallelism" in caplog.text
+    assert "profile: not implemented: blocks are not timed one by one" in caplog.text
     kept: list[int] = []
     monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__enter__", lambda _: kept.append(1))
     monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__exit__", lambda *_: None)
@@ -330,5 +330,5 @@ def test_configure_keeps_inputs_on_the_host(monkeypatch: pytest.MonkeyPatch, cap
     assert torch.equal(x.grad, torch.ones(2, 64).cos())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"checkpointing\.configure.*cpu_checkpointing: expected true or false"):
         checkpointing.configure(checkpoint_in_cpu="yes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="expected a config as dict or as the path of a JSON file, got list"):
+    with pytest.raises(ConfigError, match="expected a config as a dict or the path of a JSON file, got list"):
         checkpointing.configure(deepspeed_config=[config])

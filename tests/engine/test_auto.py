@@ -22,7 +22,7 @@ from zstore.engine import Engine
 from zstore.engine.config.config import load_config, read_config
 from zstore.engine.config.resolve import precision_note
 from zstore.engine.plan import run
-from zstore.engine.plan.run import find_native, native_types
+from zstore.engine.plan.run import agree_on_native_types, native_types
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 from zstore.tools.train import TrainOptions, train_command
@@ -55,9 +55,9 @@ def start_auto(config: Any, **keys: Any) -> Engine:
 
 @pytest.mark.parametrize(("stage", "tier"), PLACES)
 def test_all_auto_trains_through_initialize(stage: int, tier: str, alone: Path) -> None:
-    answers = {"optimizer": {"params": {"lr": 1e-2, "eps": 1e-6}}, "train_micro_batch_size_per_gpu": 2}
+    auto_values = {"optimizer": {"params": {"lr": 1e-2, "eps": 1e-6}}, "train_micro_batch_size_per_gpu": 2}
     more = {"scheduler.params.warmup_num_steps": 3, "bf16.enabled": True}
-    with start_auto(everything(alone, stage, tier), auto=answers | more) as engine:
+    with start_auto(everything(alone, stage, tier), auto=auto_values | more) as engine:
         for _ in range(2):
             step(engine)
         assert (engine.global_steps, engine.train_batch_size()) == (2, 2)
@@ -141,7 +141,7 @@ def test_the_line_says_what_auto_took_and_why(config: dict[str, object], chosen:
 
 def _found_by_rank(rank: int) -> frozenset[str]:
     run.native_types = lambda device: frozenset({"bf16"} if rank == 0 else {"fp16"})
-    return find_native(World.current())
+    return agree_on_native_types(World.current())
 
 
 def test_the_types_of_rank_0_count_on_all_ranks() -> None:
@@ -201,7 +201,7 @@ def test_a_slow_type_is_obeyed_with_one_warning_and_its_checkpoint_goes_on_in_fp
     warnings = [line for line in done.stderr.splitlines() if "WARNING" in line and "slower" in line]
     assert len(warnings) == 1
     assert "bf16.enabled: this CPU has no fast bf16" in warnings[0]
-    assert 'write "bf16": {"enabled": "auto"}' in warnings[0]
+    assert 'set "bf16": {"enabled": "auto"}' in warnings[0]
     demanded, chosen = done.stdout.splitlines()
     assert demanded.startswith("bf16 ")
     assert chosen.startswith("fp32 ")

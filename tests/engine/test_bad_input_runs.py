@@ -58,9 +58,9 @@ def test_text_that_cannot_serve_is_named_before_anything_is_made(train: Any, tmp
     folder.mkdir()
     save = tmp_path / "ckpt"
     for data, message in (
-        (empty, f"zstore: {empty} holds no text (1 files, 0 bytes)"),
-        (short, f"zstore: {short} holds 31 bytes, but one sample takes 32"),
-        (folder, f"zstore: {folder} holds no text (0 files, 0 bytes)"),
+        (empty, f"zstore: {empty} has no text (1 files, 0 bytes)"),
+        (short, f"zstore: {short} has 31 bytes, but one sample takes 32"),
+        (folder, f"zstore: {folder} has no text (0 files, 0 bytes)"),
         (tmp_path / "missing", "does not exist: check --data"),
     ):
         code, err = train("--steps", 1, "--data", data, "--save", save)
@@ -86,7 +86,7 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
         (["--resume", "auto", "--seed", 5], "--seed 5: the checkpoint was trained with 0"),
         (["--resume", "auto", "--seq-len", 16], "--seq-len 16: the checkpoint was trained with 32"),
         (["--resume", "auto", "--model", "gpt-small"], "is of another model or optimizer"),
-        (["--save", "/proc/ckpt"], "--save: the folder cannot be written; give one that this user may write"),
+        (["--save", "/proc/ckpt"], "--save: the folder cannot be written; choose one that this user may write to"),
         (["--save", text], "--save: the folder cannot be written"),
         (["--save", "/proc/ckpt", "--nproc", 2], "--save: the folder cannot be written"),
     ):

@@ -76,7 +76,7 @@ class Lossy:
 def tensor_state(rule: tuple[AdamRule, str], **settings: Any) -> TensorState:
     given = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS} | settings
     config: Any = load_config({"optimizer": {"type": rule[1], "params": given}}).settings
-    slots = {name: torch.zeros(24) for name in (*rule[0].slots, *rule[0].own_slots)}
+    slots = {name: torch.zeros(24) for name in (*rule[0].slots, *rule[0].local_slots)}
     arguments = config.optimizer.params.arguments()
     return TensorState(arguments, rule[0].initial(), parameter().detach().flatten(), slots)
 
@@ -258,7 +258,7 @@ def config_of(kind: str, stage: int, **keys: Any) -> dict[str, Any]:
 def own_of(engine: Engine) -> list[Any]:
     stepper = engine.training_state.update.stepper
     assert isinstance(stepper, OneBitStep)
-    return [{name: values.tolist() for name, values in own.items()} for own in stepper.own.values()]
+    return [{name: values.tolist() for name, values in own.items()} for own in stepper.local.values()]
 
 
 def same_state(one: Engine, other: Engine) -> bool:
@@ -341,7 +341,7 @@ def runs(rank: int, world_size: int, folder: str) -> list[str]:
             held = training.plan.held
             planned = held["worker_error"].device + held["server_error"].device
             assert isinstance(training.update.stepper, OneBitStep)
-            kept = sum(values.nbytes for own in training.update.stepper.own.values() for values in own.values())
+            kept = sum(values.nbytes for own in training.update.stepper.local.values() for values in own.values())
             if planned != kept:
                 wrong.append(f"planned {planned}, kept {kept}")
             numels = [record.numel for record in training.trained if not record.name.startswith("unused")]

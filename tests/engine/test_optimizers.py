@@ -213,7 +213,7 @@ def test_muon_and_adam_have_groups_with_rates_of_their_own() -> None:
     net.mix.use_muon = True  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="'mix' has use_muon = True, but Muon is for matrices"):
         split_for_muon(net)
-    with pytest.raises(UsageError, match=r"expected groups .* split_for_muon\(model\) makes them"):
+    with pytest.raises(UsageError, match=r"expected groups .* split_for_muon\(model\) splits"):
         MuonWithAdam([{"params": list(net.parameters())}])
 
 

@@ -208,7 +208,7 @@ def test_folders_without_weights_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match="nothing says which belong together"):
+    with pytest.raises(UsageError, match="it is unclear which belong together"):
         zstore.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
 
 

@@ -16,7 +16,7 @@ import zstore
 from tests.engine.bits import engine_digests
 from tests.engine.runs import ADAM, make_config, start, step
 from zstore.engine import Engine
-from zstore.engine.report.statistics import OperationCounter, peak_of
+from zstore.engine.report.statistics import FlopCounter, peak_flops
 from zstore.errors import ConfigError
 from zstore.journal import read
 from zstore.testing.ranks import run_ranks
@@ -61,7 +61,7 @@ def take_step(engine: Engine, *, own: bool = False) -> None:
 
 
 def test_a_linear_layer_and_attention_count_as_by_hand() -> None:
-    with OperationCounter() as counter:
+    with FlopCounter() as counter:
         loss = Two()(inputs())
     assert counter.total == FORWARD
     with FlopCounterMode(display=False) as torchs:
@@ -70,13 +70,13 @@ def test_a_linear_layer_and_attention_count_as_by_hand() -> None:
     loss.backward()
     batch, heads, length, width = 2, 3, 16, 4
     query, key, value = (torch.randn(batch, heads, length, width, requires_grad=True) for _ in range(3))
-    with OperationCounter() as counter:
+    with FlopCounter() as counter:
         F.scaled_dot_product_attention(query, key, value)
     assert counter.total == 2 * 2 * batch * heads * length * length * width  # scores and values
 
 
 def test_utilisation_is_in_monitors_journal_and_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zstore.engine.report.statistics.peak_of", lambda name, precision: 1e9)
+    monkeypatch.setattr("zstore.engine.report.statistics.peak_flops", lambda name, precision: 1e9)
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     began_s = 0.0
     with start(config(csv_monitor=monitor, zstore={"journal": str(tmp_path)}), Two()) as engine:
@@ -127,13 +127,13 @@ def test_counting_changes_no_bit() -> None:
 
 
 def test_peaks_of_known_devices() -> None:
-    assert peak_of("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
-    assert peak_of("NVIDIA H100 PCIe", "fp16") == 756e12
-    assert peak_of("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
-    assert peak_of("GeForce 256", "bf16") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
+    assert peak_flops("NVIDIA H100 PCIe", "fp16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops("GeForce 256", "bf16") is None
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert peak_of("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
+        assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 

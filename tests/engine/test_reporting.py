@@ -155,8 +155,8 @@ def test_dump_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = {"dump_state": True, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": 4}
     with start(make_config(3, "nvme", tmp_path, **keys)):
         pass
-    (text,) = [line for line in lines_of(caplog) if line.startswith("state at the start:\n")]
-    text = text.removeprefix("state at the start:\n")
+    (text,) = [line for line in lines_of(caplog) if line.startswith("state at startup:\n")]
+    text = text.removeprefix("state at startup:\n")
     printed, end = json.JSONDecoder().raw_decode(text)
     # As resolved, and the keys that act alone.
     assert printed["train_micro_batch_size_per_gpu"] == 2
@@ -179,7 +179,7 @@ def _lines(rank: int) -> list[str]:
 
 
 def test_rank_0_alone_speaks() -> None:
-    assert run_ranks(_lines, 2) == [["the", "loss", "forward", "state"], []]
+    assert run_ranks(_lines, 2) == [["startup:", "loss", "forward", "state"], []]
 
 
 def live_tensors() -> int:

@@ -140,12 +140,12 @@ def test_auto_as_hugging_face_users_write_it() -> None:
         "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(keys, "auto")},
     }
     known = ResolveContext(
-        world_size=1, answers={"scheduler.params.warmup_num_steps": 3, "scheduler.params.total_num_steps": 9}
+        world_size=1, auto_values={"scheduler.params.warmup_num_steps": 3, "scheduler.params.total_num_steps": 9}
     )
     section = load_config(config).resolve(known).settings.scheduler
     assert [getattr(section.params, key) for key in keys] == [0, 0.25, 3, 9]
-    answers = {"scheduler.params.warmup_num_steps": 1, "scheduler.params.total_num_steps": 9}
-    own = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True, answers=answers))
+    auto_values = {"scheduler.params.warmup_num_steps": 1, "scheduler.params.total_num_steps": 9}
+    own = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True, auto_values=auto_values))
     schedule = named_schedule(own.settings.scheduler, adam(2))
     assert setting_at_each_step(schedule, 4)[3] == [0.5, 1.0]
 

@@ -198,7 +198,7 @@ def test_the_section_acts_on_transformers_models() -> None:
 
 
 def test_a_model_without_exchangeable_attention_is_refused() -> None:
-    with pytest.raises(UsageError, match="Linear has no attention that can be exchanged"):
+    with pytest.raises(UsageError, match="Linear has no attention that can be replaced"):
         apply(nn.Linear(2, 2), pattern_of("dense"))
 
 

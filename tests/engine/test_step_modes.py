@@ -374,7 +374,7 @@ def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, n
     tight = {"zstore": {"step_overlap": "backward", "host_budget_bytes": SPILLS}}  # not all state has room beside them
     with start(config("backward", nvme, **tight), model) as engine:
         gradients, plan = engine.training_state.gradients, engine.training_state.plan
-        assert (plan.settings.holds_gradients, plan.held["gradients"].total) == (False, 0)
+        assert (plan.settings.stores_gradients, plan.held["gradients"].total) == (False, 0)
         most: list[int] = []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: most.append(gradients.held_bytes()))

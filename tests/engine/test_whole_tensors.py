@@ -138,7 +138,7 @@ def test_what_steps_whole_tensors_is_refused_where_that_cannot_be() -> None:
         started(torch.optim.LBFGS)
     refused = [
         ({"step_overlap": "backward"}, "Lamb .* take step_overlap out"),
-        ({"moments": "bf16"}, '"moments": .* OwnLamb, .* leave the key out'),
+        ({"moments": "bf16"}, '"moments": .* OwnLamb, .* remove the key'),
     ]
     for own, message in refused:
         with pytest.raises(UsageError, match=message):

@@ -322,8 +322,8 @@ def test_second_copies_are_as_planned_and_fewer_bytes_leave_a_group(tmp_path: Pa
     [
         ({"stage": 3, "zero_hpz_partition_size": 3}, 8, "size 3 does not divide the world size 8; use 2 or 4 or 8"),
         ({"stage": 3, "zero_hpz_partition_size": 8}, 1, "8 does not divide the world size 1; leave it out"),
-        ({"stage": 3, "mics_shard_size": 2}, 4, "write zero_hpz_partition_size at stage 3"),
-        ({"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}, 4, "quantized_gradient_bits: 8"),
+        ({"stage": 3, "mics_shard_size": 2}, 4, "set zero_hpz_partition_size at stage 3"),
+        ({"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}, 4, "quantized_gradient_bits to 8"),
         ({"stage": 2, "zero_hpz_partition_size": 2}, 2, "zero_hpz_partition_size.* needs stage 3, got stage 2"),
     ],
 )

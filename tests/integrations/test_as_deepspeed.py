@@ -21,18 +21,18 @@ from zstore.engine.access import safe_access
 from zstore.engine.adapters.deepspeed import optimizers
 from zstore.engine.adapters.deepspeed.engine import initialize
 from zstore.engine.adapters.deepspeed.names import (
-    ABSENT,
-    LEAVES,
+    ALL_MODULES,
+    LEAF_FUNCTIONS,
     MODULES,
-    SAFE,
+    SAFE_ACCESSORS,
     SCHEDULES,
     TORCH_COMM,
-    AnsweredModule,
-    absent,
-    fill,
+    UNSUPPORTED,
+    StandInModule,
+    populate,
+    unsupported,
 )
-from zstore.engine.adapters.deepspeed.names import KNOWN as KNOWN_MODULES
-from zstore.engine.adapters.deepspeed.utils import cleaned, raw_config
+from zstore.engine.adapters.deepspeed.utils import raw_config, without_ignored_keys
 from zstore.errors import ConfigError, UsageError
 from zstore.journal import run_of
 from zstore.tools.as_deepspeed import install
@@ -60,8 +60,8 @@ def plain_losses(steps: int) -> list[float]:
 PLAIN = """
 import runpy, sys
 import torch
-from zstore.tools.as_deepspeed import put_in_place
-put_in_place()
+from zstore.tools.as_deepspeed import install_finder
+install_finder()
 script = runpy.run_path(sys.argv[1])
 torch.manual_seed(1234)
 model, data = script["GPT"](), script["Tokens"]()
@@ -135,12 +135,12 @@ def test_names_that_are_there_and_names_that_are_not(tmp_path: Path) -> None:
     assert told["elsewhere"] == "None None"
     lacking = [line for line in lines if line.startswith("missing")]
     assert len(lacking) == 7
-    assert all("`import deepspeed` gives zstore in this run (--as-deepspeed)" in line for line in lacking)
+    assert all("`import deepspeed` imports zstore in this run (--as-deepspeed)" in line for line in lacking)
     assert "deepspeed.pipe.PipelineModule is not available" in lacking[1]
     assert "ZeRO stage 3" in lacking[1]
     assert "deepspeed.init_inference is not available" in lacking[2]
     assert "zstore consolidate" in lacking[2]
-    assert "is installed; in this run" not in errors
+    assert "is installed; this run" not in errors
 
 
 NOTEBOOK = """
@@ -177,7 +177,7 @@ def test_a_deepspeed_that_is_installed_is_not_used_and_one_line_says_so(tmp_path
     script = tmp_path / "script.py"
     lines, errors = run(*AS_DEEPSPEED, "--local_rank", script, "a", PYTHONPATH=str(tmp_path))
     assert lines == [f"__main__ {script} ['--local_rank=0', 'a'] {tmp_path}", "True"]
-    assert errors.count("DeepSpeed 0.15.0 is installed; in this run") == 1
+    assert errors.count("DeepSpeed 0.15.0 is installed; this run") == 1
     lines, _ = run(*AS_DEEPSPEED, "-m", "script", "b", PYTHONPATH=str(tmp_path))
     assert lines[0].startswith(f"__main__ {script} ['b'] ")
 
@@ -194,14 +194,14 @@ def test_installing_too_late_is_refused(name: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.delitem(sys.modules, other, raising=False)
     monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     before = list(sys.meta_path)
-    with pytest.raises(UsageError, match="was imported earlier in this process"):
+    with pytest.raises(UsageError, match="was already imported"):
         install()
     assert sys.meta_path == before
 
 
 def test_configs_are_read_as_deepspeed_is_given_them(tmp_path: Path) -> None:
     config: Any = {"steps_per_print": math.inf, "zero_optimization.reduce_bucket_size": 1, "zero_optimization": {}}
-    assert cleaned(config) == {"steps_per_print": 0, "zero_optimization": {}}
+    assert without_ignored_keys(config) == {"steps_per_print": 0, "zero_optimization": {}}
     assert "zero_optimization.reduce_bucket_size" in config
     (tmp_path / "ds.json").write_text('{"train_batch_size": 4} // as it was')
     assert raw_config(str(tmp_path / "ds.json")) == {"train_batch_size": 4}
@@ -364,9 +364,9 @@ def test_the_page_lists_the_names_that_are_there() -> None:
     known = {"AdamW", "Adam", "Adagrad", "activation_checkpointing", "zstore.optim"}
     listed = set(re.findall(r"`([^`]+)`", table)) - known
     there = {name for homes in MODULES.values() for names in homes.values() for name in names}
-    modules = {dotted.rpartition(".")[2] for dotted in KNOWN_MODULES} | KNOWN_MODULES
+    modules = {dotted.rpartition(".")[2] for dotted in ALL_MODULES} | ALL_MODULES
     assert {name.rpartition(".")[2] for name in listed if name not in modules} <= there | {"__version__"}
-    plain = there - set(f"{TORCH_COMM} {SCHEDULES} {LEAVES} {SAFE}".split())
+    plain = there - set(f"{TORCH_COMM} {SCHEDULES} {LEAF_FUNCTIONS} {SAFE_ACCESSORS}".split())
     unlisted = plain - {name.rpartition(".")[2] for name in listed}
     assert unlisted == {"zero_wrapper_for_fp_tensor_constructor"}
 
@@ -379,9 +379,9 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
 
 
-@pytest.mark.parametrize("dotted", sorted(f"{module}.{name}" for module, names in ABSENT.items() for name in names))
+@pytest.mark.parametrize("dotted", sorted(f"{module}.{n}" for module, names in UNSUPPORTED.items() for n in names))
 def test_what_is_not_built_raises_when_it_is_used(dotted: str) -> None:
-    kind = absent(dotted)
+    kind = unsupported(dotted)
     derived = type("Derived", (kind,), {})
     assert not isinstance(nn.Linear(1, 1), kind)
     for each in (kind, derived):
@@ -391,8 +391,8 @@ def test_what_is_not_built_raises_when_it_is_used(dotted: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_module_has_its_names(module: str) -> None:
-    filled = AnsweredModule(module)
-    fill(filled)
+    filled = StandInModule(module)
+    populate(filled)
     assert {name for names in MODULES[module].values() for name in names} <= set(vars(filled))
 
 

@@ -269,9 +269,9 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
 
     refused("not known to be element-wise", kind=torch.optim.LBFGS)
     refused("not known to be element-wise", kind=torch.optim.Muon)
-    refused("expected a class derived from .*, got 'AdamW'", kind="AdamW")
+    refused("expected a subclass of .*, got 'AdamW'", kind="AdamW")
     refused("got an optimizer of class AdamW", kind=AdamW(weights))
-    refused("give model.parameters", params=make_model())
+    refused("pass model.parameters", params=make_model())
     refused("expected a positive number of bytes", host_budget_bytes="4GiB")
     refused("expected a positive number of bytes", host_budget_bytes=-1)
     refused("needs a path", device="nvme")

@@ -14,7 +14,7 @@ import torch
 
 from zstore.engine.adapters.deepspeed import optimizers
 from zstore.engine.config.config import load_config
-from zstore.engine.config.keys import Section, Status, about, known_keys, section_of
+from zstore.engine.config.keys import Section, Status, known_keys, section_of, status_of
 from zstore.engine.config.optimizers import SCHEDULES, OptimizerSection
 from zstore.engine.config.sections import BATCH_KEYS, ConfigSections
 
@@ -137,7 +137,7 @@ def _of_params(kinds: Mapping[str, type[Section]], prefix: str, make: Any) -> It
     for kind, section in kinds.items():
         theirs = make(kind)
         for name, field in section.model_fields.items():
-            if name in theirs and about(field)[0] is Status.BUILT and not field.is_required():
+            if name in theirs and status_of(field)[0] is Status.ACTIVE and not field.is_required():
                 unset = field.default is None and name == "weight_decay"
                 made = load_config({"optimizer": {"type": kind}}).settings.optimizer if unset else None
                 ours = field.default if made is None else made.default_weight_decay
@@ -150,12 +150,12 @@ def _compared() -> tuple[dict[str, tuple[Any, Any]], set[str]]:
 
     whole, found, alone = DeepSpeedConfig({"train_batch_size": 1}), {}, set()
     for key, field in known_keys(ConfigSections):
-        status, _ = about(field)
+        status, _ = status_of(field)
         one_value = section_of(field) is None and field.annotation is not Any and not field.is_required()
         if not one_value or ".params" in key or key.startswith("zstore.") or key in BATCH_KEYS:
             continue
         theirs = _theirs(key, whole)
-        if status is not Status.BUILT and not theirs and not field.default:
+        if status is not Status.ACTIVE and not theirs and not field.default:
             continue
         if theirs is _NO_DEFAULT:
             alone.add(key)
@@ -167,7 +167,7 @@ def _compared() -> tuple[dict[str, tuple[Any, Any]], set[str]]:
 
     # Muon's are set by the groups that DeepSpeed's engine makes, and not by its class.
     params = OptimizerSection.variants["params"]
-    kinds = {kind: one for kind, one in params.items() if kind != "Muon" and not one.keeps_whole}  # type: ignore[attr-defined]
+    kinds = {kind: one for kind, one in params.items() if kind != "Muon" and not one.replicates_state}  # type: ignore[attr-defined]
     for key, theirs, ours in (
         *_of_params(kinds, "optimizer", optimizer),
         *_of_params(SCHEDULES, "scheduler", lambda kind: _signature(_named(f"runtime.lr_schedules:{kind}"))),

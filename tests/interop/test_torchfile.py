@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zstore.errors import CheckpointMismatchError, CorruptionError
-from zstore.interop.deepspeed.values import Plain, numpy_value
+from zstore.interop.deepspeed.values import JsonConverter, numpy_value
 from zstore.interop.torchfile import Inert, TorchTensor, load_torch_file
 from zstore.io.files import Files
 from zstore.io.memory import as_torch
@@ -65,7 +65,7 @@ def check(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, TorchTensor)
         assert found.shape == tuple(expected.shape)
-        whole = as_torch(found.whole(FILES))
+        whole = as_torch(found.read_all(FILES))
         assert whole.dtype == expected.dtype
         bits = expected.detach().contiguous().reshape(-1).view(torch.uint8)
         assert torch.equal(whole.reshape(-1).view(torch.uint8), bits)
@@ -138,12 +138,12 @@ def test_what_is_no_file_of_torch_save_is_refused(path: Path, tmp_path: Path) ->
     for drop in ("/data/0", "data.pkl"):
         shutil.copy(whole, path)
         rewrite(path, {}, drop)
-        with pytest.raises(CorruptionError, match=r"file\.pt is not a valid file of torch\.save"):
+        with pytest.raises(CorruptionError, match=r"file\.pt is not a valid zip archive of torch\.save"):
             load_torch_file(path)
     torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
     for content in (path.read_bytes(), b"no archive at all", pickle.dumps({"a": 1}), b""):
         path.write_bytes(content)
-        with pytest.raises(CorruptionError, match=r"not a valid file of torch\.save as zip archive.* save it again"):
+        with pytest.raises(CorruptionError, match=r"not a valid zip archive of torch\.save.* save it again"):
             load_torch_file(path)
     path.unlink()
     with pytest.raises(CorruptionError, match="is missing"):
@@ -190,7 +190,7 @@ def tensor_pickle(numel: int, first: Any, shape: Any, stride: Any, key: str = "0
 def test_tensors_outside_of_the_file_are_refused(path: Path, numel: int, first: Any, shape: Any, stride: Any) -> None:
     torch.save(torch.arange(8.0), path)
     rewrite(path, {"data.pkl": tensor_pickle(8, 1, (3,), (2,))})
-    assert load_torch_file(path).whole(FILES).tolist() == [1.0, 3.0, 5.0]
+    assert load_torch_file(path).read_all(FILES).tolist() == [1.0, 3.0, 5.0]
     rewrite(path, {"data.pkl": tensor_pickle(numel, first, shape, stride)})
     with pytest.raises(CorruptionError):
         load_torch_file(path)
@@ -234,12 +234,12 @@ def test_objects_of_other_classes_are_data(path: Path) -> None:
     torch.save([argparse.Namespace(lr=0.1, weight=torch.ones(2)), loop], path)
     space, found = load_torch_file(path)
     assert (space.name, space.state["lr"]) == ("argparse.Namespace", 0.1)
-    assert space.state["weight"].whole(FILES).tolist() == [1, 1]
+    assert space.state["weight"].read_all(FILES).tolist() == [1, 1]
     assert found[0] is found
-    plain = Plain("it")
+    plain = JsonConverter("it")
     assert plain.of(space, "args") == {"lr": 0.1, "weight": {"$tensor": "client/args.weight"}}
     assert isinstance(plain.of(found, "value"), list)
-    assert "nested too deeply" in plain.left_out[0]
+    assert "nested too deeply" in plain.omitted[0]
 
 
 def test_what_refers_to_one_thing_many_times_is_not_walked_for_ever(path: Path) -> None:
@@ -248,7 +248,7 @@ def test_what_refers_to_one_thing_many_times_is_not_walked_for_ever(path: Path) 
         value = [value] * 50 if level % 2 else (value,) * 50
     torch.save(value, path)
     with pytest.raises(CorruptionError, match="too many parts"):
-        Plain("it").of(load_torch_file(path), "value")
+        JsonConverter("it").of(load_torch_file(path), "value")
 
 
 def test_numpy_comes_back(path: Path) -> None:

@@ -303,7 +303,7 @@ def test_one_file_beside_several_indices_is_not_taken_for_them(tmp_path: Path) -
     save_file({"w": W}, tmp_path / "x.safetensors")
     for variant in ("fp16", "bf16"):
         (tmp_path / f"model.safetensors.index.{variant}.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"index\.bf16.*nothing says which belong together"):
+    with pytest.raises(UsageError, match=r"index\.bf16.*it is unclear which belong together"):
         open_source(tmp_path)
     (tmp_path / "x.safetensors").rename(tmp_path / "model.safetensors")
     with open_source(tmp_path) as source:

@@ -31,7 +31,7 @@ _SCHEDULES = {
     "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_LR": "WarmupLR",
 }  # fmt: skip
 _KINDS = {"WARMUP_LINEAR_RATE": "linear", "WARMUP_LOG_RATE": "log"} | _SCHEDULES
-_own: Any = names.AnsweredModule.__getattr__
+_own: Any = names.StandInModule.__getattr__
 
 
 def _lenient(module: Any, name: str) -> Any:
@@ -48,8 +48,8 @@ def _lenient(module: Any, name: str) -> Any:
         return _KINDS.get(name, name.lower())
     if name.endswith("Builder"):
         return type(name, (), {"NAME": _BUILDERS.get(name.removesuffix("Builder"), name.lower())})
-    return importlib.import_module(dotted) if name in ("ds_to_universal", "lr_schedules") else names.absent(dotted)
+    return importlib.import_module(dotted) if name in ("ds_to_universal", "lr_schedules") else names.unsupported(dotted)
 
 
-names.AnsweredModule.__getattr__ = _lenient  # type: ignore[method-assign]
-names.require = lambda dotted: None
+names.StandInModule.__getattr__ = _lenient  # type: ignore[method-assign]
+names.require_module = lambda dotted: None

@@ -9,9 +9,9 @@ import os
 from importlib import import_module
 from typing import Any
 
-from zstore.tools.as_deepspeed import put_in_place
+from zstore.tools.as_deepspeed import install_finder
 
-put_in_place()  # before transformers, which looks for DeepSpeed as it is imported
+install_finder()  # before transformers, which looks for DeepSpeed as it is imported
 TrainingArguments = import_module("transformers").TrainingArguments
 _own = TrainingArguments.__post_init__
 

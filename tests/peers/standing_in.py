@@ -10,7 +10,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-from zstore.tools.as_deepspeed import put_in_place
+from zstore.tools.as_deepspeed import install_finder
 
 MARKS = {
     "accelerate": (
@@ -33,7 +33,7 @@ def _allowed(test: Any = True) -> Any:
 
 PRELOADED = ["torch", "deepspeed"]
 if os.environ.get("STANDS_IN"):
-    put_in_place()
+    install_finder()
     if "UNMARKED" not in os.environ:  # DeepSpeed's own
         import_module("lenient")
         PRELOADED.append("lenient")

@@ -168,7 +168,7 @@ def test_https_to_a_service_without_a_certificate_says_so(runs: Path, serve: Ser
 def test_a_missing_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot listen"):
         serve_command([str(tmp_path), f"{tmp_path}/rusn"], port=taken.getsockname()[1])
-    warning = f"warning: there is no folder {tmp_path}/rusn; runs created in it later are served\n"
+    warning = f"warning: folder {tmp_path}/rusn does not exist; runs created in it later will be served\n"
     assert capsys.readouterr().err == warning
 
 

@@ -123,7 +123,7 @@ def test_memory_that_was_asked_for_holds_or_is_refused(name: str, run: Run, monk
     # What is asked for by name does not give way, even where it is the default.
     code, out, err = run(name, "--memory", "256MiB")
     assert (code, out) == (1, "")
-    assert re.search(r"give `--memory \d+MiB` or more", err), err
+    assert re.search(r"use `--memory \d+MiB` or more", err), err
     code, _, err = run(name)
     assert code == (1 if name == "diff" else 0), err
 

@@ -34,7 +34,7 @@ def test_help_lists_the_commands_on_stdout() -> None:
 def test_without_a_command_it_says_what_to_type_first(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         app([])
-    assert "Type this first:\n    zstore doctor  " in "".join(capfd.readouterr())
+    assert "Start with:\n    zstore doctor  " in "".join(capfd.readouterr())
 
 
 def test_the_installed_script_is_the_same_command() -> None:
@@ -79,7 +79,7 @@ def test_an_error_is_one_message_and_ends_with_1(tmp_path: Path) -> None:
     done = run("doctor", "--path", missing, anew=True)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == f"zstore: expected an existing folder, got {missing}: create it, or give another --path\n"
+    assert done.stderr == f"zstore: expected an existing folder, got {missing}: create it, or pass another --path\n"
 
 
 _ABORTING = """
@@ -149,7 +149,7 @@ def test_a_terminal_gets_a_line_that_is_written_anew() -> None:
         for _ in range(2):
             clock.now_s += 1
             progress.advance(500)
-        progress.say("a line above\x1b it")
+        progress.print_line("a line above\x1b it")
     clear = "\r\x1b[K"
     assert stream.getvalue().split(clear)[1:] == [
         "consolidate: 500 bytes of 1.00 kB (50 %), 500 bytes/s",

@@ -59,11 +59,11 @@ def test_what_a_key_becomes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     found = told(capsys, path, 0, world_size=4)
     facts = {fact["key"]: fact for fact in found["keys"]}
     assert {key: fact["status"] for key, fact in facts.items()} == {
-        "train_batch_size": "acts", "bfloat16.enabled": "acts",
-        "zero_optimization.stage": "acts", "zero_optimization.offload_optimizer.device": "acts",
+        "train_batch_size": "active", "bfloat16.enabled": "active", "zero_optimization.stage": "active",
+        "zero_optimization.offload_optimizer.device": "active", "zstore.keep": "active",
         "zero_optimization.sub_group_size": "no effect", "zero_optimization.round_robin_gradients": "no effect",
-        "prescale_gradients": "not built", "amp": "no effect", "fp16.enabled": "acts", "fp16.loss_scale": "no effect",
-        "autotuning": "no effect", "zstore.storage_options": "acts", "zstore.keep": "acts", "zstore.upload_folder": "acts",
+        "prescale_gradients": "not implemented", "amp": "no effect", "fp16.enabled": "active", "fp16.loss_scale": "no effect",
+        "autotuning": "no effect", "zstore.storage_options": "active", "zstore.upload_folder": "active",
     }  # fmt: skip
     assert facts["fp16.loss_scale"]["text"] == "enabled turns the section off"
     assert (facts["zstore.keep"]["value"], facts["zstore.upload_folder"]["value"]) == ('{"last": 2}', '"/up"')
@@ -78,7 +78,7 @@ def test_all_problems_come_at_once_with_the_right_key(tmp_path: Path, capsys: py
     )
     found = told(capsys, path, 1)
     assert {fact["key"]: fact["status"] for fact in found["keys"]} == {
-        "train_batch": "error", "optimizer.type": "acts", "optimizer.params.lrr": "error", "pipeline": "refused",
+        "train_batch": "error", "optimizer.type": "active", "optimizer.params.lrr": "error", "pipeline": "refused",
     }  # fmt: skip
     assert len(found["problems"]) == 3
     assert any("did you mean optimizer.params.lr?" in problem for problem in found["problems"])
@@ -101,7 +101,7 @@ def test_the_command(tmp_path: Path) -> None:
     path = write(tmp_path, {"train_batch_size": 8, "seeds": 1})
     done = run("config", str(path))
     assert done.returncode == 1
-    assert "2 keys: 1 error, 1 acts" in done.stdout
+    assert "2 keys: 1 error, 1 active" in done.stdout
     assert "problem: seeds: unknown key; did you mean seed?" in done.stderr
 
 

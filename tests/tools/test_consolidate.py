@@ -213,12 +213,12 @@ def test_frozen_parameters_are_left_out(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(np.array_equal(found[name].numpy(), WEIGHTS[f"model/{name}"]) for name in found)
     printed = capsys.readouterr()
     assert printed.err.startswith("plan: 2 tensors as fp32")
-    assert "leaving out 3: " in printed.err.splitlines()[0]
+    assert "omitting 3: " in printed.err.splitlines()[0]
     told = json.loads(printed.out)
     assert (told["path"], told["files"]) == (str(tmp_path / "out"), ["model.safetensors"])
     assert (told["left_out"], told["bytes"]) == (["h.0.w", "h.10.w", "odd[0].w"], 2 * ONE.nbytes)
     save_arrays(tmp_path / "none", WEIGHTS | {"optimizer/exp_avg/other": ONE})
-    with pytest.raises(CheckpointMismatchError, match="no weights but frozen ones"):
+    with pytest.raises(CheckpointMismatchError, match="only frozen weights"):
         consolidate_command(tmp_path / "none", tmp_path / "empty", exclude_frozen=True)
 
 
@@ -401,7 +401,7 @@ def test_no_stored_chunk_is_read_twice(saved_reshard: Path, tmp_path: Path) -> N
 
 
 def test_a_tag_that_is_there_is_not_replaced(saved_reshard: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointExistsError, match="has a checkpoint 'step-00000060' already: name another folder"):
+    with pytest.raises(CheckpointExistsError, match="already has a checkpoint 'step-00000060': choose another folder"):
         reshard_command(saved_reshard, saved_reshard.parent, 2)
     with pytest.raises(UsageError, match="at least 1"):
         reshard_command(saved_reshard, tmp_path / "out", 0)

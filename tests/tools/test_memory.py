@@ -187,7 +187,7 @@ def test_the_metadata_of_many_arrays_is_counted_in(many: Path, base: Path, tmp_p
 
     done = run(*words(many), "64MiB")
     assert done.returncode == 1, done.stderr
-    least = re.search(r"1500 arrays, whose metadata .* give `--memory (\d+)MiB` or more", done.stderr)
+    least = re.search(r"1500 arrays, whose metadata .* use `--memory (\d+)MiB` or more", done.stderr)
     assert least
     peak = peak_bytes([*words(base / "small"), f"{least[1]}MiB"], [*words(many), f"{least[1]}MiB"])
     assert 0 < peak <= int(least[1]) * MIB, f"{peak / MIB:.0f} of {least[1]} MiB"

@@ -11,7 +11,7 @@ import torch
 import zstore
 from tests.engine.plan.budgets import kept_by_autograd
 from zstore.engine.config.config import load_config
-from zstore.engine.plan.costs import Costs, changed
+from zstore.engine.plan.costs import Costs, apply_changes
 from zstore.engine.plan.run import native_types, plan_run
 from zstore.errors import ConfigError, UsageError, format_bytes
 from zstore.ranks.world import World
@@ -121,7 +121,7 @@ def test_a_ratio_that_fills_the_device_fits_and_is_as_the_engine_takes_it(tmp_pa
         engines = plan_run(model, resolved, World.current(), slots, None, device_is_host=False, device_bytes=gpu_memory)
         assert engines.placements == mine.plan.placements
         # As much as possible, in whole parameters: a tenth more of the state would not fit.
-        more = changed(config, {"zero_optimization.offload_optimizer.ratio": max(0.0, ratio - 0.1)})
+        more = apply_changes(config, {"zero_optimization.offload_optimizer.ratio": max(0.0, ratio - 0.1)})
         assert ratio == 0 or run.estimate(more).lacking
     assert 1 > shares[95_000_000] > shares[105_000_000] > shares[GB] == 0
 
@@ -228,12 +228,12 @@ def test_numbers_give_a_model_of_that_size(params: int, hidden: int, layers: int
     numbers = {"model": None, "hidden": hidden, "layers": layers, "vocab": 50257}
     run, config = make_run(options(**numbers, params=params))
     assert run.num_parameters == pytest.approx(params, rel=1e-3)
-    assert (run.width.hidden, run.width.num_layers, run.width.vocab_size) == (hidden, layers, 50257)
+    assert (run.dims.hidden, run.dims.num_layers, run.dims.vocab_size) == (hidden, layers, 50257)
     held = run.estimate(config).plan.held
     assert {held[slot].total for slot in ("master", "exp_avg", "exp_avg_sq")} == {4 * run.num_parameters}
     with pytest.raises(ConfigError, match="have more than"):
         make_run(options(**numbers, params=10**8))
-    with pytest.raises(UsageError, match="name a --model"):
+    with pytest.raises(UsageError, match="use --model instead"):
         run.estimate(config | {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}})
 
 
@@ -248,7 +248,7 @@ def test_a_transformers_config_is_planned_without_its_weights(tmp_path: Path) ->
     run, _ = make_run(options(model=str(tmp_path)))
     real = transformers.LlamaForCausalLM(config)
     assert run.num_parameters == sum(parameter.numel() for parameter in real.parameters())
-    assert (run.width.hidden, run.width.num_layers, run.width.vocab_size) == (64, 3, 300)
+    assert (run.dims.hidden, run.dims.num_layers, run.dims.vocab_size) == (64, 3, 300)
 
 
 def test_the_command_prints_a_config_to_copy_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,10 +266,10 @@ def test_the_command_prints_a_config_to_copy_and_a_table(capsys: pytest.CaptureF
     found = found_json(capsys, chosen, 0)
     first = next(one for one in found["ladder"] if not one["lacking"])
     assert (found["fits"], first["title"], first["config"]) == ("optimizer to CPU", "optimizer to CPU", config)
-    assert first["plan"].startswith("where the state is kept, on rank 0 of 1:")
+    assert first["plan"].startswith("placement of the state on rank 0 of 1:")
     found = found_json(capsys, options(gpus=2, memory=10**7), 1)
     last, told = found["ladder"][-1], found["ladder"][-1]["plan"].splitlines()
-    assert told[0] == "where the state is kept, on rank 0 of 2:"
+    assert told[0] == "placement of the state on rank 0 of 2:"
     assert f"their files take {format_bytes(last['needed']['disk'])}, " in told[-2]
 
 
@@ -282,14 +282,14 @@ def test_of_a_config_it_says_that_it_fits_or_what_to_change(tmp_path: Path, caps
     assert found["ladder"][0]["lacking"][0].startswith("device: ")
     fitting = next(one for one in found["ladder"] if one["title"] == found["fits"])
     assert load_config(fitting["config"]).settings.steps_per_print == 3
-    assert fitting["config"] == changed(config, fitting["changes"])
+    assert fitting["config"] == apply_changes(config, fitting["changes"])
     assert fitting["config"]["gradient_accumulation_steps"] == 8
     assert plan_command(chosen) == 1
     said = capsys.readouterr().out
     assert "it does not fit: device: " in said
     assert "  train_micro_batch_size_per_gpu: 1\n" in said
     assert plan_command(options(tmp_path, config, gpu_memory=1000, memory=1000)) == 1
-    assert "nothing that was tried fits" in capsys.readouterr().err
+    assert "none of these configs fits" in capsys.readouterr().err
 
 
 def test_auto_is_what_the_engine_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

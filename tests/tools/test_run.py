@@ -283,7 +283,7 @@ def test_include_and_exclude_share_out_all_slots(case: tuple[dict[str, int], dic
     assert {(host, slot) for host, slots in taken.items() for slot in slots} == wanted
     assert list(taken) == [name for name in pool if name in named]
     if wanted == everything:
-        with pytest.raises(UsageError, match="leaves no slot"):
+        with pytest.raises(UsageError, match="no slot remains"):
             select(pool_of(pool), exclude=text)
     else:
         left = select(pool_of(pool), exclude=text)
@@ -301,7 +301,7 @@ TWO = {"a": (0, 1), "b": (0, 1, 2, 3)}
         ("a:0@a:1", "", "host 'a' is named twice"),
         ("a:x", "", "expected HOST"),
         ("@a", "", "expected HOST"),
-        ("", "a@b", "leaves no slot"),
+        ("", "a@b", "no slot remains"),
     ],
 )
 def test_a_wrong_filter_is_wrong_usage(include: str, exclude: str, message: str) -> None:
@@ -383,8 +383,8 @@ def test_hosts_are_reached_by_ssh(hostfile: Path) -> None:
         ({"include": "a"}, "unknown host 'a'; without a --hostfile there is only localhost"),
         ({"hostfile": Path("/nowhere")}, "--hostfile /nowhere: No such file"),
         ({"nnodes": 2}, "no machines are named"),
-        ({"include": "a", "exclude": "b"}, "cannot both be given"),
-        ({"module": True, "no_python": True}, "cannot both be given"),
+        ({"include": "a", "exclude": "b"}, "cannot be combined"),
+        ({"module": True, "no_python": True}, "cannot be combined"),
         ({"export": ["NOT_SET"]}, "--export NOT_SET: the variable is not set"),
         ({"export": ["1=2"]}, "expected NAME or NAME=VALUE"),
     ],

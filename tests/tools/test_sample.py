@@ -53,10 +53,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no text \(1 files, 0 bytes\)"):
         open_corpus(tmp_path / "empty")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match="expected plain text, got a file of rows"):
+    with pytest.raises(ConfigError, match="expected plain text, got a file of records"):
         open_corpus(tmp_path / "rows.parquet")
     (tmp_path / "short").write_bytes(b"abc")
-    with pytest.raises(ConfigError, match="holds 3 bytes, but one sample takes 4"):
+    with pytest.raises(ConfigError, match="has 3 bytes, but one sample takes 4"):
         open_corpus(tmp_path / "short").sample(0, 4, seed=0)
 
 

@@ -1,7 +1,7 @@
 """`zstore run`: starts a script's ranks on this machine, or on several over ssh. Turns options and hostfiles into jobs:
-what to start, where, with which variables.
+what to start, on which machine, with which variables.
 
-Each option may be written with underscores as well, as torchrun and DeepSpeed do.
+Options may also be written with underscores, as for torchrun and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zstore.errors import UsageError
 from .ranks import RunJob, count_gpus, run_machines, run_ranks
 
 CONTEXT_SETTINGS = {
-    # Arguments after the script are the script's.
+    # Arguments after the script belong to the script.
     "allow_interspersed_args": False,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
@@ -33,7 +33,7 @@ CONTEXT_SETTINGS = {
 EPILOG = """
 \b
 Examples:
-  zstore run train.py --lr 1e-4                      # a rank for each GPU of this machine, or one rank
+  zstore run train.py --lr 1e-4                      # one rank per GPU of this machine, or one rank
   zstore run --nproc 2 train.py                      # two ranks
   zstore run --include localhost:0,2 train.py        # on two GPUs
   zstore run --hostfile hosts train.py               # all machines of a hostfile, over ssh
@@ -41,8 +41,8 @@ Examples:
   zstore run --as-deepspeed train.py --deepspeed_config ds.json      # a script that imports deepspeed
 
 \b
-Exit codes: 0 all ranks succeeded, 75 they saved and stopped because of a signal, 128 + N a
-signal ended them, 2 invalid usage, otherwise the exit code of the rank or machine that failed first.
+Exit codes: 0 all ranks succeeded, 75 they saved and stopped because of a signal, 128 + N signal N
+ended them, 2 invalid usage, otherwise the exit code of the rank or machine that failed first.
 """
 
 _JOB_HOSTFILE = Path("/job/hostfile")
@@ -50,21 +50,21 @@ _JOB_HOSTFILE = Path("/job/hostfile")
 _PORT = 29500
 _REMOTE_PROGRAM = "import sys; from zstore.tools.run.ranks import main; sys.exit(main())"
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-_RANKS = "Ranks on each machine. Default: its slots, else its GPUs, or 1."
-_EXPORT = "Environment variable to pass to ranks on other machines, NAME or NAME=VALUE; may be repeated."
-_DEEPSPEED = "Make `import deepspeed` in the script import zstore, for this run only."
+_NPROC_HELP = "Ranks per machine. Default: its slots, else its GPUs, else 1."
+_EXPORT_HELP = "Environment variable to pass to ranks on other machines, NAME or NAME=VALUE; may be repeated."
+_AS_DEEPSPEED_HELP = "Make `import deepspeed` in the script import zstore, for this run only."
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options on the command line. None or "": not given."""
+    """Command-line options. None or "" means not given."""
 
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script, or with --module a module.")]
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script, or a module with --module.")]
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments passed to the script.")] = None
     nproc: Annotated[
         int | None,
         typer.Option(
-            "--nproc", "--nproc-per-node", "--num-gpus", "--num-accelerators", help=_RANKS, min=1, metavar="N"
+            "--nproc", "--nproc-per-node", "--num-gpus", "--num-accelerators", help=_NPROC_HELP, min=1, metavar="N"
         ),
     ] = None
     nnodes: Annotated[
@@ -73,7 +73,7 @@ class RunOptions:
     ] = None
     hostfile: Annotated[
         Path | None,
-        typer.Option("--hostfile", "-H", help="File with a line `HOST slots=N` for each machine.", metavar="FILE"),
+        typer.Option("--hostfile", "-H", help="File with a line `HOST slots=N` per machine.", metavar="FILE"),
     ] = None
     include: Annotated[
         str, typer.Option("--include", "-i", help="Use only these slots: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
@@ -81,7 +81,7 @@ class RunOptions:
     exclude: Annotated[
         str, typer.Option("--exclude", "-e", help="Use all but these slots: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
     ] = ""
-    as_deepspeed: Annotated[bool, typer.Option("--as-deepspeed", help=_DEEPSPEED)] = False
+    as_deepspeed: Annotated[bool, typer.Option("--as-deepspeed", help=_AS_DEEPSPEED_HELP)] = False
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for `python -m`.")] = False
     no_python: Annotated[
         bool, typer.Option("--no-python", help="SCRIPT is a program; do not start it with Python.")
@@ -89,18 +89,18 @@ class RunOptions:
     no_local_rank: Annotated[
         bool, typer.Option("--no-local-rank", help="With --as-deepspeed: do not pass --local_rank=N to the script.")
     ] = False
-    launcher_args: Annotated[str, typer.Option(help="Arguments for ssh, like '-p 2222'.", metavar="ARGS")] = ""
+    launcher_args: Annotated[str, typer.Option(help="Arguments for ssh, such as '-p 2222'.", metavar="ARGS")] = ""
     master_addr: Annotated[
         str, typer.Option(help="Address of the first machine. Default: its name.", metavar="HOST")
     ] = ""
     master_port: Annotated[
         int | None,
         typer.Option(
-            help="Port on the first machine. Default: 29500, or free on one machine.", min=1, max=65535, metavar="PORT"
+            help="Port on the first machine. Default: 29500; a free one if single.", min=1, max=65535, metavar="PORT"
         ),
     ] = None
-    export: Annotated[list[str] | None, typer.Option(help=_EXPORT, metavar="NAME[=VALUE]")] = None
-    max_restarts: Annotated[int, typer.Option(help="Restarts of the ranks after a failure; on one machine.", min=0)] = 0
+    export: Annotated[list[str] | None, typer.Option(help=_EXPORT_HELP, metavar="NAME[=VALUE]")] = None
+    max_restarts: Annotated[int, typer.Option(help="Restarts of the ranks after a failure (one machine).", min=0)] = 0
     shutdown_timeout: Annotated[
         float,
         typer.Option(help="Seconds to wait for ranks to exit after a failure or Ctrl-C.", min=0, metavar="S"),
@@ -112,13 +112,13 @@ class RunOptions:
             ("--as-deepspeed", self.as_deepspeed, "--no-python", self.no_python),
             ("--include", bool(self.include), "--exclude", bool(self.exclude)),
         ]
-        for one, has_one, other, has_other in exclusive:
-            if has_one and has_other:
-                raise UsageError(f"{one} and {other} cannot both be given; leave one out")
+        for option, is_set, other, other_is_set in exclusive:
+            if is_set and other_is_set:
+                raise UsageError(f"{option} and {other} cannot be combined; leave one out")
 
 
 def run_command(options: RunOptions) -> int:
-    """Run the script with `options`; return the exit code of the run."""
+    """Run the script with `options`; return its exit code."""
     jobs = make_jobs(options, os.environ, _count_gpus)
     result = run_machines(jobs) if jobs[0].ssh else run_ranks(jobs[0])
     result.print_failure()
@@ -126,7 +126,7 @@ def run_command(options: RunOptions) -> int:
 
 
 def _count_gpus() -> int:
-    """Return the machine's number of GPUs, ignoring CUDA_VISIBLE_DEVICES, which slots replace."""
+    """Return this machine's number of GPUs, ignoring CUDA_VISIBLE_DEVICES, which slots override."""
     visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         return count_gpus()
@@ -136,9 +136,9 @@ def _count_gpus() -> int:
 
 
 def make_jobs(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> list[RunJob]:
-    """Return the job of each machine: one with `ssh` for every machine, or a single local one without.
+    """Return one job per machine, each with `ssh`, or a single local job without it.
 
-    `count_gpus` is called only if this machine's slots matter. Raises UsageError if the options cannot be satisfied.
+    `count_gpus` is called only if this machine's slots are needed. Raises UsageError if the options cannot be satisfied.
     """
     hosts = _hosts(options, count_gpus)
     job = _job(options, environment)
@@ -147,7 +147,7 @@ def make_jobs(options: RunOptions, environment: Mapping[str, str], count_gpus: C
     hosts = limit(hosts, num_hosts=options.nnodes, ranks_per_host=options.nproc)
     if len(hosts) == 1 and _is_local(*hosts):
         return [replace(job, slots=slots) for slots in hosts.values()]
-    return _over_ssh(options, environment, hosts, job)
+    return _ssh_jobs(options, environment, hosts, job)
 
 
 def _is_local(name: str) -> bool:
@@ -155,7 +155,7 @@ def _is_local(name: str) -> bool:
 
 
 def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
-    """Return the machines that files and filters name; empty if there is neither."""
+    """Return the machines named by the hostfile and filters; empty without any."""
     path = options.hostfile
     if path is None and options.as_deepspeed and _JOB_HOSTFILE.is_file():
         path = _JOB_HOSTFILE
@@ -169,7 +169,7 @@ def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
         pool = _local_hosts(options, count_gpus)
     elif (options.nnodes or 1) > 1:
         raise UsageError(
-            f"--nnodes {options.nnodes}: no machines are named; give a --hostfile, or start the ranks of each with torchrun"
+            f"--nnodes {options.nnodes}: no machines are named; pass --hostfile, or start the ranks of each with torchrun"
         )
     else:
         return {}
@@ -177,11 +177,11 @@ def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
 
 
 def _local_hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
-    """Return this machine with its GPUs as slots. Without GPUs a slot is a rank, and there are as many as the filter names."""
+    """Return this machine with its GPUs as slots. Without GPUs, slots are ranks, as many as the filter names."""
     option = "--include" if options.include else "--exclude"
     named = parse_filter(options.include or options.exclude, option=option)
-    if other := next((name for name in named if not _is_local(name)), None):
-        raise UsageError(f"{option}: unknown host {other!r}; without a --hostfile there is only localhost")
+    if unknown := next((name for name in named if not _is_local(name)), None):
+        raise UsageError(f"{option}: unknown host {unknown!r}; without a --hostfile there is only localhost")
     name, slots = next(iter(named.items()))
     count = count_gpus() or (max(slots) + 1 if slots and options.include else options.nproc or 1)
     return {name: tuple(range(count))}
@@ -199,25 +199,25 @@ def _job(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
         command=tuple(command),
         num_ranks=options.nproc,
         master_port=options.master_port or 0,
-        environment=_exported(options.export or (), environment)
+        environment=_exported_variables(options.export or (), environment)
         | ({"ZSTORE_AS_DEEPSPEED": "1"} if options.as_deepspeed else {}),
         max_restarts=options.max_restarts,
         shutdown_timeout_s=options.shutdown_timeout,
     )
 
 
-def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: Hosts, job: RunJob) -> list[RunJob]:
+def _ssh_jobs(options: RunOptions, environment: Mapping[str, str], hosts: Hosts, job: RunJob) -> list[RunJob]:
     if job.max_restarts:
         raise UsageError("--max-restarts: ranks restart on one machine only; restart a multi-machine run as a whole")
     first = next(iter(hosts))
-    # Not localhost, which is a different machine on each of them.
+    # localhost would be a different machine on each of them.
     address = options.master_addr or (socket.gethostname() if first in _LOCAL_NAMES and len(hosts) > 1 else first)
     path = environment.get("PYTHONPATH")
-    words = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-u", "-c", _REMOTE_PROGRAM]
-    shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-    # ssh uses the first value of a repeated option, so the user's come first.
+    command = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-u", "-c", _REMOTE_PROGRAM]
+    shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+    # ssh uses the first value of a repeated option, so the user's options come first.
     ssh = ["ssh", *shlex.split(options.launcher_args), "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15"]
-    forwarded = {name: value for name, value in environment.items() if _PASSED.fullmatch(name)}
+    forwarded = {name: value for name, value in environment.items() if _FORWARDED.fullmatch(name)}
     job = replace(
         job,
         environment={**forwarded, **job.environment},
@@ -232,35 +232,35 @@ def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: Hosts,
     ]
 
 
-_PASSED = re.compile(
+_FORWARDED = re.compile(
     r"(NCCL|GLOO|UCX|MLFLOW|WANDB|HF|HUGGINGFACE|TOKENIZERS|TRANSFORMERS|TORCH|PYTORCH|PYTHON|OMP|MKL|ZSTORE|DEEPSPEED|AWS)_?.*"
     r"|CUDA_(HOME|LAUNCH_BLOCKING|DEVICE_ORDER|DEVICE_MAX_CONNECTIONS)|LD_LIBRARY_PATH|PATH|VIRTUAL_ENV|TMPDIR"
 )
-"""Names of variables that are always passed to other machines: read by training libraries, and search paths."""
+"""Names of variables that are always forwarded to other machines: those of training libraries, and search paths."""
 
 
-def _exported(given: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+def _exported_variables(exports: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `--export NAME` and `--export NAME=VALUE`."""
-    found = {}
-    for word in given:
-        name, equals, value = word.partition("=")
+    variables = {}
+    for export in exports:
+        name, equals, value = export.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UsageError(f"--export: expected NAME or NAME=VALUE, got {name!r}")
         if not equals and name not in environment:
-            raise UsageError(f"--export {name}: the variable is not set here; write --export {name}=VALUE")
-        found[name] = value if equals else environment[name]
-    return found
+            raise UsageError(f"--export {name}: the variable is not set; write --export {name}=VALUE")
+        variables[name] = value if equals else environment[name]
+    return variables
 
 
 _HOSTFILE_LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)(\s.*)?")
 
 
 Hosts = dict[str, tuple[int, ...]]
-"""The machines of a run, in order, each with the indices of its GPUs, ascending."""
+"""The machines of a run, in order, each with its GPU indices in ascending order."""
 
 
 def parse_hostfile(text: str, *, name: str) -> Hosts:
-    """Return the machines of a hostfile in its order: a line `HOST slots=N` each; empty lines and `#` comments are skipped.
+    """Return the machines of a hostfile in order, one per line `HOST slots=N`; empty lines and `#` comments are skipped.
 
     Raises UsageError naming the file `name` and the line.
     """
@@ -270,62 +270,62 @@ def parse_hostfile(text: str, *, name: str) -> Hosts:
         if not content:
             continue
         match = _HOSTFILE_LINE.fullmatch(content)
-        where = f"{name}, line {number}"
+        location = f"{name}, line {number}"
         if match is None:
-            raise UsageError(f"{where}: expected HOST slots=N, got {content!r}")
+            raise UsageError(f"{location}: expected HOST slots=N, got {content!r}")
         host, slots = match.group(1), int(match.group(2))
         if host in hosts:
-            raise UsageError(f"{where}: host {host!r} is listed twice; give each machine one line")
+            raise UsageError(f"{location}: host {host!r} is listed twice; give each machine one line")
         if slots < 1:
-            raise UsageError(f"{where}: expected at least one slot, got slots=0; remove the line to leave {host} out")
+            raise UsageError(f"{location}: expected at least one slot, got slots=0; remove the line to omit {host}")
         hosts[host] = tuple(range(slots))
     if not hosts:
-        raise UsageError(f"{name}: no host in the file; expected a line HOST slots=N for each machine")
+        raise UsageError(f"{name}: no host in the file; expected a line HOST slots=N per machine")
     return hosts
 
 
 def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]:
-    """Return the slots that an `--include` or `--exclude` names, by host; None: all of the host's.
+    """Return the slots that `--include` or `--exclude` names, by host; None means all slots of the host.
 
     Raises UsageError naming `option`.
     """
-    named: dict[str, tuple[int, ...] | None] = {}
+    slots_by_host: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
-        host, colon, listed = part.strip().partition(":")
-        if not host or (colon and not re.fullmatch(r"\d+(,\d+)*", listed)):
+        host, colon, slots = part.strip().partition(":")
+        if not host or (colon and not re.fullmatch(r"\d+(,\d+)*", slots)):
             raise UsageError(f"{option}: expected HOST[:SLOT,...], joined by @ as in a@b:0,2, got {part!r}")
-        if host in named:
+        if host in slots_by_host:
             raise UsageError(f"{option}: host {host!r} is named twice; name it once, with all its slots")
-        named[host] = tuple(sorted({int(slot) for slot in listed.split(",")})) if colon else None
-    return named
+        slots_by_host[host] = tuple(sorted({int(slot) for slot in slots.split(",")})) if colon else None
+    return slots_by_host
 
 
 def select(pool: Hosts, *, include: str = "", exclude: str = "") -> Hosts:
-    """Return the machines of `pool` that remain, in order, each with its remaining slots.
+    """Return the machines of `pool` that the filter selects, in order, each with its selected slots.
 
-    Raises UsageError for a host or slot that `pool` does not have, and for an empty result.
+    Raises UsageError for a host or slot that is not in `pool`, and for an empty result.
     """
     if not include and not exclude:
         return pool
     option = "--include" if include else "--exclude"
     named = parse_filter(include or exclude, option=option)
-    for host, listed in named.items():
+    for host, requested in named.items():
         if host not in pool:
             raise UsageError(f"{option}: unknown host {host!r}; expected one of {', '.join(pool)}")
-        for slot in listed or ():
+        for slot in requested or ():
             if slot not in pool[host]:
                 raise UsageError(
                     f"{option}: host {host!r} has no slot {slot}; it has {', '.join(map(str, pool[host]))}"
                 )
-    chosen: Hosts = {}
+    selected: Hosts = {}
     for host, available in pool.items():
-        listed = named.get(host, ())
-        matched = available if listed is None else listed
+        requested = named.get(host, ())
+        matched = available if requested is None else requested
         if slots := matched if include else tuple(slot for slot in available if slot not in matched):
-            chosen[host] = slots
-    if not chosen:
-        raise UsageError(f"--exclude {exclude}: leaves no slot on any host; exclude fewer")
-    return chosen
+            selected[host] = slots
+    if not selected:
+        raise UsageError(f"--exclude {exclude}: no slot remains on any host; exclude fewer")
+    return selected
 
 
 def limit(hosts: Hosts, *, num_hosts: int | None, ranks_per_host: int | None) -> Hosts:
@@ -335,12 +335,12 @@ def limit(hosts: Hosts, *, num_hosts: int | None, ranks_per_host: int | None) ->
     """
     if num_hosts is not None and num_hosts > len(hosts):
         names = ", ".join(hosts)
-        raise UsageError(f"--nnodes {num_hosts}: there are only {len(hosts)} ({names}); add hosts or ask for fewer")
+        raise UsageError(f"--nnodes {num_hosts}: there are only {len(hosts)} ({names}); add hosts or request fewer")
     first = dict(islice(hosts.items(), num_hosts))
     for host, slots in first.items():
         if ranks_per_host is not None and ranks_per_host > len(slots):
             raise UsageError(
-                f"--nproc {ranks_per_host}: host {host!r} has {len(slots)} slots; ask for fewer ranks, or give the host "
+                f"--nproc {ranks_per_host}: host {host!r} has {len(slots)} slots; request fewer ranks, or give the host "
                 "more slots"
             )
     return {host: slots[:ranks_per_host] for host, slots in first.items()}

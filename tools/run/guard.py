@@ -1,7 +1,7 @@
-"""A process that ends the ranks of a launcher that died without doing so, because it was killed for instance.
+"""A process that terminates the ranks of a launcher that died without doing so, for instance because it was killed.
 
-It runs this file in a Python without packages, and reads on stdin: `rank PID` for each rank, `forget` once they ended.
-When stdin ends, the ranks get SIGTERM, and after a grace period what is left of their process groups gets SIGKILL.
+It runs this file in a Python without packages, and reads from stdin: `rank PID` for each rank, `clear` once they have ended.
+When stdin is closed, the ranks get SIGTERM, and after a grace period what remains of their process groups gets SIGKILL.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POLL_INTERVAL_S = 0.05
 
 
 class LauncherGuard(contextlib.AbstractContextManager["LauncherGuard"]):
-    """The launcher's side."""
+    """The launcher's side of the guard process."""
 
     def __init__(self, grace_period_s: float) -> None:
         """`grace_period_s`: time between SIGTERM and SIGKILL."""
@@ -31,12 +31,12 @@ class LauncherGuard(contextlib.AbstractContextManager["LauncherGuard"]):
         )
 
     def add(self, pid: int) -> None:
-        """Let a rank, the leader of a process group, end if this process dies."""
+        """Terminate a rank, which leads a process group, if this process dies."""
         self._send(f"rank {pid}\n")
 
-    def forget(self) -> None:
-        """Forget the ranks, which ended."""
-        self._send("forget\n")
+    def clear(self) -> None:
+        """Remove all ranks, which have ended."""
+        self._send("clear\n")
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
@@ -49,16 +49,16 @@ class LauncherGuard(contextlib.AbstractContextManager["LauncherGuard"]):
             self._process.stdin.flush()
 
 
-def _end_orphans(grace_period_s: float) -> None:
+def _terminate_orphans(grace_period_s: float) -> None:
     pids: list[int] = []
     for line in sys.stdin:
-        word, *rest = line.split()
-        pids = [*pids, int(rest[0])] if word == "rank" else []
+        request, *arguments = line.split()
+        pids = [*pids, int(arguments[0])] if request == "rank" else []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    end = time.monotonic() + grace_period_s
-    while any(map(_is_alive, pids)) and time.monotonic() < end:
+    deadline_s = time.monotonic() + grace_period_s
+    while any(map(_is_alive, pids)) and time.monotonic() < deadline_s:
         time.sleep(_POLL_INTERVAL_S)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -74,4 +74,4 @@ def _is_alive(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    _end_orphans(float(sys.argv[1]))
+    _terminate_orphans(float(sys.argv[1]))

@@ -1,11 +1,11 @@
-"""Starts ranks and waits for them: this machine's, for `zstore run`, `zstore train` or ssh, and those on several machines
-over ssh.
+"""Starts ranks and waits for them: on this machine, for `zstore run`, `zstore train` or ssh, and on several machines over
+ssh.
 
 [Note: how a run ends]
-On a signal, ranks save and exit with 75, at slightly different times; when one fails, the others find out which and say so.
-So signals are forwarded and no rank is killed at once: after a failure, SIGINT or the loss of the launcher, ranks still
-running get a grace period. Torch's elastic agent kills all ranks of a machine as soon as one has ended, so it is not used.
-Ranks get the variables that torchrun sets, and rendezvous through a TCPStore in the first machine's launcher.
+On a signal, ranks save and exit with 75, at slightly different times; when one fails, the others detect and report which.
+So signals are forwarded and no rank is killed immediately: after a failure, SIGINT or the loss of the launcher, ranks that
+are still running get a grace period. Torch's elastic agent kills all ranks of a machine as soon as one exits, so it is not
+used. Ranks get the variables that torchrun sets, and rendezvous through a TCPStore in the first machine's launcher.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class RunJob:
     command: tuple[str, ...]
     """Program and arguments of each rank."""
     slots: tuple[int, ...] | None = None
-    """Indices of the GPUs, one for each rank; None: not chosen."""
+    """GPU indices, one per rank; None if not chosen."""
     num_ranks: int | None = None
-    """Number of ranks if `slots` is None; None: one for each GPU, or one."""
+    """Number of ranks if `slots` is None; None: one per GPU, or one."""
     machine: str = ""
     """Name of the machine in messages; "": this one."""
     ssh: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class RunJob:
     """None: only this machine's ranks."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """0: any free port, on a single machine only."""
+    """0: any free port (single machine only)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     shutdown_timeout_s: float = 30.0
@@ -63,40 +63,40 @@ class RunJob:
 class RunResult:
     """How a group of processes ended."""
 
-    codes: Mapping[str, int]
-    """Exit code of each by its name, negative for the signal that ended it."""
-    first: str | None = None
-    """Name of the first to fail."""
+    exit_codes: Mapping[str, int]
+    """Exit codes by name; the negative signal number if a signal ended the process."""
+    first_failed: str | None = None
+    """Name of the first process to fail."""
     forwarded_signals: Sequence[int] = ()
-    """Signals that were forwarded to them, in order."""
+    """Signals that were forwarded to the processes, in order."""
 
     @property
     def exit_code(self) -> int:
-        """0; 75 if they stopped; 128 plus the number of the signal that killed them; or the code of the first to fail."""
-        if self.first is None:
-            # No codes: they were never started.
-            return max(self.codes.values()) if self.codes else 128 + self.forwarded_signals[-1]
+        """0; 75 if they stopped; 128 plus the number of the signal that killed them; or the code of the first failure."""
+        if self.first_failed is None:
+            # Without exit codes, no process was started.
+            return max(self.exit_codes.values()) if self.exit_codes else 128 + self.forwarded_signals[-1]
         if self.forwarded_signals:
             return 128 + self.forwarded_signals[-1]
-        code = self.codes[self.first]
+        code = self.exit_codes[self.first_failed]
         return 128 - code if code < 0 else code
 
     def print_failure(self, machine: str = "") -> None:
-        """Print the reason of a failure, if any, on stderr."""
+        """Print the reason for a failure, if any, to stderr."""
         if self.exit_code in (0, STOPPED_EXIT_CODE):
             return
         if self.forwarded_signals:
             text = f"{machine and f'{machine}: '}stopped by {signal.Signals(self.forwarded_signals[-1]).name}"
         else:
-            code = self.codes[self.first or ""]
+            code = self.exit_codes[self.first_failed or ""]
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-            order, hint = " first" if len(self.codes) > 1 else "", "see its output above"
+            order, hint = " first" if len(self.exit_codes) > 1 else "", "see its output above"
             if code == -signal.SIGKILL:
                 hint = (
                     "if the kernel killed it for lack of memory (see dmesg), move optimizer state to a drive "
-                    "(offload_optimizer) or lower the micro-batch; `zstore plan` shows what fits"
+                    "(offload_optimizer) or reduce the micro-batch size; `zstore plan` shows what fits"
                 )
-            text = f"{self.first}{machine and f' on {machine}'} {how}{order}; {hint}"
+            text = f"{self.first_failed}{machine and f' on {machine}'} {how}{order}; {hint}"
         print(f"zstore: {text}", file=sys.stderr, flush=True)
 
 
@@ -107,7 +107,7 @@ class Control:
         self._descriptor = descriptor
         self._partial_line = b""
         self.lost = False
-        """Whether the connection to the launcher ended."""
+        """Whether the connection to the launcher was lost."""
 
     def take(self) -> list[str]:
         """Block until data or EOF, and return the complete lines received."""
@@ -117,7 +117,7 @@ class Control:
         return [line.decode() for line in lines]
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Return the signals that it has forwarded: SIGKILL to end at once, SIGTERM when the launcher is lost."""
+        """Return the forwarded signals: SIGKILL to end immediately, SIGTERM when the launcher is lost."""
         if not select.select([self._descriptor], [], [], timeout_s)[0]:
             return []
         numbers = [int(line) for line in self.take()]
@@ -126,88 +126,88 @@ class Control:
 
 @contextlib.contextmanager
 def catching_signals() -> Iterator[list[int]]:
-    """Yield a list that collects incoming signals instead of handling them; call it in the main thread.
+    """Yield a list that collects incoming signals instead of handling them; for the main thread.
 
     A signal that is ignored, as under nohup, stays ignored.
     """
-    arrived: list[int] = []
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    caught = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    received: list[int] = []
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+    caught = [number for number, handler in previous.items() if handler != signal.SIG_IGN]
     try:
         for number in caught:
-            signal.signal(number, lambda number, _: arrived.append(number))
-        yield arrived
+            signal.signal(number, lambda number, _: received.append(number))
+        yield received
     finally:
         for number in caught:
-            signal.signal(number, before[number] or signal.SIG_DFL)
+            signal.signal(number, previous[number] or signal.SIG_DFL)
 
 
 def supervise(
     members: Mapping[str, subprocess.Popen[bytes]],
-    arrived: list[int],
+    received: list[int],
     grace_period_s: float,
     control: Control | None = None,
 ) -> RunResult:
-    """Wait until all members ended, forward signals, and return the result. See [Note: how a run ends].
+    """Forward signals until all members have ended, and return the result. See [Note: how a run ends].
 
-    `arrived` is the list from `catching_signals`. After a failure, SIGINT or the loss of `control`, members that still run
-    after `grace_period_s` are killed; after a second SIGINT or SIGKILL at once.
+    `received` is the list from `catching_signals`. After a failure, SIGINT or the loss of `control`, members that are still
+    running after `grace_period_s` are killed; after a second SIGINT or SIGKILL, immediately.
     """
     forwarded: list[int] = []
-    first, end_s = None, float("inf")
+    first_failed, deadline_s = None, float("inf")
     while True:
         codes = {name: member.poll() for name, member in members.items()}
         failed = [name for name, code in codes.items() if code not in (None, 0, STOPPED_EXIT_CODE)]
-        if failed and first is None:
-            first, end_s = failed[0], min(end_s, time.monotonic() + grace_period_s)
+        if failed and first_failed is None:
+            first_failed, deadline_s = failed[0], min(deadline_s, time.monotonic() + grace_period_s)
         if None not in codes.values():
-            codes_of = {name: code or 0 for name, code in codes.items()}
-            return RunResult(codes=codes_of, first=first, forwarded_signals=forwarded)
-        if time.monotonic() > end_s:
+            exit_codes = {name: code or 0 for name, code in codes.items()}
+            return RunResult(exit_codes=exit_codes, first_failed=first_failed, forwarded_signals=forwarded)
+        if time.monotonic() > deadline_s:
             for member in members.values():
                 member.kill()
-        while arrived:
-            number = arrived.pop(0)
+        while received:
+            number = received.pop(0)
             if number == signal.SIGKILL or (number == signal.SIGINT and number in forwarded):
-                end_s = 0.0
+                deadline_s = 0.0
                 continue
             if number == signal.SIGINT or (control is not None and control.lost):
-                end_s = min(end_s, time.monotonic() + grace_period_s)
+                deadline_s = min(deadline_s, time.monotonic() + grace_period_s)
             forwarded.append(number)
             for member in members.values():
                 member.send_signal(number)
         if control is None or control.lost:
             time.sleep(_POLL_INTERVAL_S)
         else:
-            arrived += control.wait(_POLL_INTERVAL_S)
+            received += control.wait(_POLL_INTERVAL_S)
 
 
 class _Rank(subprocess.Popen[bytes]):
-    """A rank, the leader of a process group."""
+    """The process of a rank, which leads a process group."""
 
     def kill(self) -> None:
-        """End its process group."""
+        """Kill its process group."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
 
 def run_ranks(job: RunJob, control: Control | None = None) -> RunResult:
-    """Run the ranks of this machine and return the result; call it in the main thread.
+    """Run the ranks of this machine and return the result; for the main thread.
 
-    SIGTERM, SIGUSR1, SIGHUP and SIGINT, received here or from `control`, go to every rank; see `supervise`. No rank outlives
-    this process. Raises ZstoreError if the port is taken.
+    SIGTERM, SIGUSR1, SIGHUP and SIGINT, received here or from `control`, are forwarded to every rank; see `supervise`. No
+    rank outlives this process. Raises ZstoreError if the port is in use.
     """
     num_ranks = len(job.slots) if job.slots is not None else job.num_ranks or max(1, count_gpus())
     result = None
-    with LauncherGuard(job.shutdown_timeout_s) as guard, catching_signals() as arrived:
+    with LauncherGuard(job.shutdown_timeout_s) as guard, catching_signals() as received:
         for attempt in range(job.max_restarts + 1):
-            store = _store(job)
+            store = _open_store(job)
             port = job.master_port or store.port
             ranks: dict[str, _Rank] = {}
             try:
-                for local_rank in range(0 if arrived else num_ranks):
-                    variables = _variables(job, local_rank, num_ranks, port, attempt)
+                for local_rank in range(0 if received else num_ranks):
+                    variables = _rank_variables(job, local_rank, num_ranks, port, attempt)
                     ranks[f"rank {variables['RANK']}"] = rank = _Rank(
                         job.command,
                         env=os.environ | variables,
@@ -215,22 +215,22 @@ def run_ranks(job: RunJob, control: Control | None = None) -> RunResult:
                         start_new_session=True,
                     )
                     guard.add(rank.pid)
-                result = supervise(ranks, arrived, job.shutdown_timeout_s, control) if ranks else None
+                result = supervise(ranks, received, job.shutdown_timeout_s, control) if ranks else None
             finally:
                 for rank in ranks.values():
                     rank.kill()
                     rank.wait()
-                guard.forget()
-            if result is None or result.first is None or result.forwarded_signals:
+                guard.clear()
+            if result is None or result.first_failed is None or result.forwarded_signals:
                 break
-        return result or RunResult(codes={}, forwarded_signals=arrived)
+        return result or RunResult(exit_codes={}, forwarded_signals=received)
 
 
-def _variables(job: RunJob, local_rank: int, num_ranks: int, port: int, attempt: int) -> dict[str, str]:
-    """Return the variables of a rank, as torchrun sets them."""
+def _rank_variables(job: RunJob, local_rank: int, num_ranks: int, port: int, attempt: int) -> dict[str, str]:
+    """Return the environment variables of a rank, as torchrun sets them."""
     from zstore.io import num_cores
 
-    given = {
+    variables = {
         "RANK": job.first_rank + local_rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": job.world_size or num_ranks,
@@ -241,15 +241,15 @@ def _variables(job: RunJob, local_rank: int, num_ranks: int, port: int, attempt:
         "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
         "TORCHELASTIC_RUN_ID": "zstore",
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        # Not torch's 1: the update of offloaded state runs on these threads.
+        # Not 1 as with torchrun, since the update of offloaded state runs on these threads.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_cores() // num_ranks or 1),
     }
     slots = {} if job.slots is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.slots))}
-    return {name: str(value) for name, value in given.items()} | slots | dict(job.environment)
+    return {name: str(value) for name, value in variables.items()} | slots | dict(job.environment)
 
 
-def _store(job: RunJob) -> Any:
-    """Open the rendezvous store of the ranks, on the first machine; in this process, so that it outlives rank 0."""
+def _open_store(job: RunJob) -> Any:
+    """Open the ranks' rendezvous store on the first machine, in this process so that it outlives rank 0."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if job.first_rank:
@@ -261,24 +261,24 @@ def _store(job: RunJob) -> Any:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs a child process would see."""
+    """Return the number of GPUs that a child process would see."""
     import torch
 
     return torch.cuda.device_count()
 
 
-# ssh runs `main` on each. The first line on its stdin is the job, as JSON; each that follows is the number of a signal, SIGKILL
-# to end the ranks at once. Its end means that the launcher or the connection is lost.
+# ssh runs `main` on each machine. The first line on its stdin is the job, as JSON; further lines are signal numbers, SIGKILL to
+# end the ranks immediately. EOF means that the launcher or the connection is lost.
 
 _SSH_SLACK_S = 10.0
 """Time for messages to and from a machine, in addition to the grace period of its ranks."""
 
 
 class _Machine(subprocess.Popen[bytes]):
-    """The ssh that runs the ranks of a machine."""
+    """The ssh process that runs the ranks of a machine."""
 
     def __init__(self, job: RunJob) -> None:
-        # In a separate session: Ctrl-C in a terminal reaches only this process, which forwards it.
+        # It has its own session, so that Ctrl-C in a terminal reaches only this process, which forwards it.
         super().__init__(job.ssh, stdin=subprocess.PIPE, start_new_session=True)
         self._requests: Any = self.stdin
         self._killed_s: float | None = None
@@ -289,7 +289,7 @@ class _Machine(subprocess.Popen[bytes]):
         self._send(str(number))
 
     def kill(self) -> None:
-        """End its ranks, and after `_SSH_SLACK_S` the connection, in case that message was lost."""
+        """Kill its ranks, and after `_SSH_SLACK_S` end the connection, in case the message was lost."""
         if self._killed_s is None:
             self._killed_s = time.monotonic()
             self._send(str(int(signal.SIGKILL)))
@@ -311,17 +311,17 @@ class _Machine(subprocess.Popen[bytes]):
 
 
 def run_machines(jobs: Sequence[RunJob]) -> RunResult:
-    """Run `jobs` over ssh and return the result, by machine; call it in the main thread.
+    """Run `jobs` over ssh and return the result, by machine; for the main thread.
 
-    When this process dies or loses a machine, the ranks on it end, since their launcher's stdin ends. Raises UsageError if
-    ssh is not installed.
+    When this process dies or loses a machine, the ranks there end, since their launcher's stdin is closed. Raises UsageError
+    if ssh is not installed.
     """
     machines: dict[str, _Machine] = {}
-    with catching_signals() as arrived:
+    with catching_signals() as received:
         try:
             for job in jobs:
                 machines[job.machine] = _Machine(job)
-            return supervise(machines, arrived, jobs[0].shutdown_timeout_s + _SSH_SLACK_S)
+            return supervise(machines, received, jobs[0].shutdown_timeout_s + _SSH_SLACK_S)
         except FileNotFoundError as error:
             raise UsageError(
                 f"no program {jobs[0].ssh[0]!r} on PATH, which is needed to reach the other machines"
@@ -332,17 +332,17 @@ def run_machines(jobs: Sequence[RunJob]) -> RunResult:
 
 
 def main() -> int:
-    """Run the ranks of this machine as the launcher requests on stdin; return the exit code."""
+    """Run the ranks of this machine as requested by the launcher on stdin; return the exit code."""
     from pydantic import TypeAdapter
 
-    # The launcher's messages, which the ranks must not read.
+    # A duplicate of stdin with the launcher's messages, which the ranks must not read.
     control = Control(os.dup(0))
-    first: list[str] = []
-    while not first:
-        first = control.take()
+    lines: list[str] = []
+    while not lines:
+        lines = control.take()
         if control.lost:
             return 1
-    job = TypeAdapter(RunJob).validate_json(first[0])
+    job = TypeAdapter(RunJob).validate_json(lines[0])
     try:
         result = run_ranks(job, control)
     except (ZstoreError, OSError) as error:

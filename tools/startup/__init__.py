@@ -1,1 +1,1 @@
-"""The folder on the PYTHONPATH of each Python that a process with zstore's answer starts."""
+"""The folder on the PYTHONPATH of each Python process started by one that uses zstore as deepspeed."""

@@ -1,4 +1,4 @@
-"""Lets `import deepspeed` give zstore from the start of a Python, then runs the environment's own sitecustomize."""
+"""Makes `import deepspeed` resolve to zstore at Python startup, then runs the environment's own sitecustomize."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 def _install() -> None:
     try:
-        from zstore.tools.as_deepspeed import AnswerFinder
-    except (ImportError, SyntaxError):  # another environment's Python, which has no zstore
+        from zstore.tools.as_deepspeed import StandInFinder
+    except (ImportError, SyntaxError):  # the Python of another environment, without zstore
         return
-    sys.meta_path.insert(0, AnswerFinder())
+    sys.meta_path.insert(0, StandInFinder())
 
 
 def _run_next() -> None:

@@ -1,4 +1,4 @@
-"""The base of the sources of other software's checkpoints. No torch."""
+"""Base class for checkpoints of other software. No torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..io.shards import IoResources
 
 
 class ForeignSource(ArraySource):
-    """A checkpoint in `folder` with the arrays `specs`, each in one piece. Subclasses implement `_fill`.
+    """A checkpoint in `folder` with the arrays `specs`, each in a single piece. Subclasses implement `_fill`.
 
-    Nothing belongs to a single rank of the run. If the files have no checksums, damage goes unnoticed.
+    It has no state of individual ranks. If the files have no checksums, damage is not detected.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ForeignSource(ArraySource):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of arrays read so far."""
+        """Total bytes of arrays read."""
         with self._lock:
             return self._read_bytes
 
@@ -56,11 +56,11 @@ class ForeignSource(ArraySource):
 
     @abstractmethod
     def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
-        """Read flat elements `[first, stop)`, at least one, of array `name` into `out`, which has their bytes."""
+        """Read flat elements `[first, stop)`, at least one, of array `name` into `out`, which has their size in bytes."""
 
 
 def record_of(folder: Path, step: int = 0, state: Mapping[str, Any] | None = None) -> Record:
-    """Return a record for a folder without one; the tag is the folder's name if that is a valid tag."""
+    """Return a record for a folder that has none; the tag is the folder's name if that is a valid tag."""
     try:
         tag = tag_text(folder.resolve().name)
     except UsageError:
@@ -78,17 +78,17 @@ def record_of(folder: Path, step: int = 0, state: Mapping[str, Any] | None = Non
 
 
 @contextmanager
-def opened_file(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file of kind `what`, yield it with its size, and name it in the errors of the block.
+def opened_file(path: Path, kind: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file of this `kind`, yield it with its size, and name it in errors raised by the block.
 
-    Raises StorageError if it cannot be read, CorruptionError if it is missing or no file, or if the block fails in another way.
+    Raises StorageError if it cannot be read, CorruptionError if it is missing or not a file, or if the block fails otherwise.
     """
     try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # opening a pipe would wait
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
             raise CorruptionError(f"{path} is not a regular file")
         with path.open("rb") as file:
-            yield file, about.st_size
+            yield file, status.st_size
     except (CheckpointMismatchError, CorruptionError) as error:
         if str(path.parent) in str(error):
             raise
@@ -101,5 +101,5 @@ def opened_file(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
         raise storage_error(error, "the file cannot be read", path=str(path)) from error
     except Exception as error:
         raise CorruptionError(
-            f"{path} is not a valid {what}, or is damaged ({type(error).__name__}: {error!s:.200}): copy it again"
+            f"{path} is not a valid {kind}, or is damaged ({type(error).__name__}: {error!s:.200}): copy it again"
         ) from error

@@ -1,1 +1,1 @@
-"""DeepSpeed's names on zstore: `names` lists them, and after `import zstore.as_deepspeed`, `import deepspeed` gives them."""
+"""DeepSpeed's API on zstore: `names` lists it, and after `import zstore.as_deepspeed`, `import deepspeed` provides it."""

@@ -1,12 +1,12 @@
-"""DeepSpeed's engine: zstore's, with the other names that scripts and libraries call on it; and `deepspeed.initialize`, with
-DeepSpeed's arguments.
+"""DeepSpeed's engine: zstore's engine with the other names that scripts and libraries call on it; and `deepspeed.initialize`,
+with DeepSpeed's arguments.
 
 [Note: what waits for a commit]
-With `checkpoint.writer.decoupled` a save is committed while training continues. Libraries do not expect that: they remove the
+With `checkpoint.writer.decoupled`, a save is committed while training continues. Libraries do not expect that: they remove the
 oldest checkpoint (`save_total_limit`), upload the newest, or copy it in a callback. So while a save of this process is in
-progress, a listing of its folder by any thread but zstore's own waits for the commit, and so does the removal of a folder that
-contains it. Another checkpoint of the folder is removed in the background after the commit. It is renamed first, since removing
-files would make it the newest by modification time. If the save fails, the older checkpoint stays.
+progress, listing its folder on any thread but zstore's own waits for the commit, and so does removing a folder that contains
+it. Other checkpoints in the folder are removed in the background after the commit. They are renamed first, since removing
+files would make them the newest by modification time. If the save fails, the older checkpoint stays.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
 from zstore.io import Ticket, UserPath, is_url, run_in_thread, user_path
 
-from .names import VERSION, missing_of_engine
-from .utils import cleaned, log_dist, raw_config
+from .names import VERSION, missing_attribute_text
+from .utils import log_dist, raw_config, without_ignored_keys
 from .zero import ZeroParamStatus, mark
 
 _log = logging.getLogger("zstore")
@@ -57,15 +57,15 @@ sys.exit(main())
 
 
 class _NoParameters(nn.Module):
-    """A module without parameters: trl iterates over parameters that have their own state in DeepSpeed."""
+    """A module without parameters, for trl, which iterates over DeepSpeed's external parameters."""
 
     def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return nothing."""
+        """Return an empty iterator."""
         return iter(())
 
 
 class ParameterOffload:
-    """The object whose hooks trl removes and restores around a generation with gathered parameters; it has no hooks."""
+    """The object whose hooks trl removes and restores around generation with gathered parameters; it has no hooks."""
 
     def __init__(self) -> None:
         self.module = _NoParameters()
@@ -73,10 +73,10 @@ class ParameterOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: object) -> None:
-        """Do nothing: the engine's hooks were not removed."""
+        """Do nothing, since the engine's hooks were not removed."""
 
 
-def _zero_key(engine: DeepSpeedEngine, key: str) -> Any:
+def _zero_setting(engine: DeepSpeedEngine, key: str) -> Any:
     return (engine.config.get("zero_optimization") or {}).get(key)
 
 
@@ -91,7 +91,7 @@ _ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "client_optimizer": _client,
     "basic_optimizer": _client,
 }
-"""Attribute of DeepSpeed's engine -> its value."""
+"""Attributes of DeepSpeed's engine -> their values."""
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "dump_state": lambda engine: engine.training_state.config.settings.dump_state,
     "get_batch_info": lambda engine: astuple(engine.training_state.accumulation.batch),
@@ -108,10 +108,10 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "zero_optimization_partition_weights": lambda engine: engine.training_state.config.stage >= 3,
     "zero_optimization_stage": lambda engine: engine.training_state.config.zero.stage,
     "zero_gather_16bit_weights_on_model_save": lambda engine: bool(
-        _zero_key(engine, "stage3_gather_16bit_weights_on_model_save")
+        _zero_setting(engine, "stage3_gather_16bit_weights_on_model_save")
     ),
-    "zero_offload_optimizer": lambda engine: _zero_key(engine, "offload_optimizer"),
-    "zero_offload_param": lambda engine: _zero_key(engine, "offload_param"),
+    "zero_offload_optimizer": lambda engine: _zero_setting(engine, "offload_optimizer"),
+    "zero_offload_param": lambda engine: _zero_setting(engine, "offload_param"),
     "zero_cpu_offload": lambda engine: engine.training_state.config.offload_optimizer.device == "cpu",
     "dynamic_loss_scale": lambda engine: (
         (settings := engine.training_state.scaler.settings) is not None and not settings.loss_scale
@@ -124,7 +124,7 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "curriculum_learning_enabled": lambda _: False,
     "empty_partition_cache": lambda _: None,  # gathered parameters are released automatically
 }
-"""Method of DeepSpeed's engine -> the result of a call."""
+"""Methods of DeepSpeed's engine -> their results."""
 
 
 class DeepSpeedEngine(Engine):
@@ -132,8 +132,8 @@ class DeepSpeedEngine(Engine):
 
     config: dict[str, Any]
 
-    def __init__(self, *made: Any) -> None:
-        super().__init__(*made)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         training = self.training_state
         self.config = {}
         optimizer = self.optimizer
@@ -141,12 +141,12 @@ class DeepSpeedEngine(Engine):
             optimizer.overflow = False  # whether the last step was skipped
             optimizer.optimizer = optimizer.client
             optimizer.parameter_offload = ParameterOffload()
-        # Scripts call state_dict() on every rank, and save rank 0's: like DeepSpeed's it is empty, and not usable as weights.
+        # Scripts call state_dict() on every rank and save rank 0's; as in DeepSpeed, its tensors are empty, not weights.
         self.access.guard.emit_empty_tensors(warns=self.global_rank == 0)
         if training.config.stage == 3:
             for record in training.state.records:
-                whole = record.residency is Residency.RESIDENT
-                status = ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
+                is_resident = record.residency is Residency.RESIDENT
+                status = ZeroParamStatus.AVAILABLE if is_resident else ZeroParamStatus.NOT_AVAILABLE
                 if record.stored_array is None:
                     rows = record.owned().detach()
                 else:
@@ -170,9 +170,9 @@ class DeepSpeedEngine(Engine):
         exclude_frozen_parameters: bool = False,
         **options: Any,
     ) -> Any:
-        """See `zstore.engine.Engine.save_checkpoint`; the tag is by default DeepSpeed's, `global_step` and the step.
+        """See `zstore.engine.Engine.save_checkpoint`; the default tag is DeepSpeed's, `global_step` and the step number.
 
-        As in DeepSpeed, a checkpoint of that name is replaced, and `zero_to_fp32.py` next to it writes its weights.
+        As in DeepSpeed, an existing checkpoint of that name is replaced, and `zero_to_fp32.py` is written next to it.
         """
         options.setdefault("overwrite", True)
         if exclude_frozen_parameters and _is_peft(self.module):
@@ -209,7 +209,7 @@ class DeepSpeedEngine(Engine):
         """Load a checkpoint, as `Engine.load_checkpoint` does. Raises UsageError for `custom_load_fn`."""
         if custom_load_fn is not None:
             raise UsageError(
-                "engine.load_checkpoint(custom_load_fn=...): tensors are read by name; for others call "
+                "engine.load_checkpoint(custom_load_fn=...): tensors are read by name; to load them otherwise call "
                 "load_module_state_dict(state, custom_load_fn=...)"
             )
         complete_saves()
@@ -224,35 +224,35 @@ class DeepSpeedEngine(Engine):
         )
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Return the model's whole state dict on rank 0, None on others (all ranks). While it exists, the state dicts of the
+        """Return the model's full state dict on rank 0, None on others (all ranks). While it exists, the state dicts of the
         model's modules on rank 0 have its values, for classes that save them.
 
-        `exclude_frozen_parameters` leaves out all frozen parameters except a PEFT model's adapters.
+        `exclude_frozen_parameters` omits all frozen parameters except a PEFT model's adapters.
         """
-        found = self.module_state_dict()
+        state_dict = self.module_state_dict()
         if exclude_frozen_parameters:
-            kept = _adapter_names(self) if _is_peft(self.module) else ()
+            adapters = _adapter_names(self) if _is_peft(self.module) else ()
             frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
-            found = {name: value for name, value in found.items() if name not in frozen or name in kept}
-        self.access.guard.emit_full_tensors(found)
-        return found if self.global_rank == 0 else None
+            state_dict = {name: value for name, value in state_dict.items() if name not in frozen or name in adapters}
+        self.access.guard.emit_full_tensors(state_dict)
+        return state_dict if self.global_rank == 0 else None
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Alias of `_zero3_consolidated_16bit_state_dict`, which serves every stage."""
+        """Alias of `_zero3_consolidated_16bit_state_dict`, which works at every stage."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def close(self) -> None:
-        """See `zstore.engine.Engine.close`; also completes the removals that wait for a save."""
+        """See `zstore.engine.Engine.close`; also completes removals that wait for a save."""
         super().close()
         complete_saves()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value that DeepSpeed's engine has under that name, otherwise the model's attribute."""
+        """Return the value of DeepSpeed's attribute of that name, otherwise the model's attribute."""
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
         if name in _CALLS:
             return partial(_CALLS[name], self)
-        text = missing_of_engine(name)
+        text = missing_attribute_text(name)
         if text is not None:
             raise AttributeError(text, name=name, obj=self)
         return super().__getattr__(name)
@@ -275,15 +275,15 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Return (engine, optimizer, loader, scheduler), as `zstore.initialize` does (all ranks).
 
-    `optimizer` may be a function of `model_parameters`. If neither it nor the config names one, the engine is for evaluation,
-    and the optimizer and scheduler returned are None. The process group is started if a launcher set its variables. Raises
-    UsageError for `mpu` and `mesh_param`, and if accelerate counts other ranks than the process group.
+    `optimizer` may be a function of `model_parameters`. If neither it nor the config gives an optimizer, the engine only
+    evaluates, and the optimizer and scheduler returned are None. The process group is started if a launcher set its variables.
+    Raises UsageError for `mpu` and `mesh_param`, and if accelerate and the process group disagree on the number of ranks.
     """
     if mesh_param is not None:
         raise UsageError("deepspeed.initialize(mesh_param=...): there is no sequence parallelism; leave it out")
-    _require_agreement()
+    _require_matching_ranks()
     source = config_source(args, config if config is not None else config_params, call="deepspeed.initialize()")
-    given = cleaned(source)
+    given = without_ignored_keys(source)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model_parameters)
     complete_saves()  # of an earlier engine, whose checkpoint a resume may load now
@@ -291,10 +291,10 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     frozen = optimizer is None and (not isinstance(given, Mapping) or given.get("optimizer") is None)
     zero = given.get("zero_optimization") if isinstance(given, Mapping) else None
     ignored: list[str] = []
-    if isinstance(zero, Mapping) and not zero.get("stage"):  # as trl configures a reference model
+    if isinstance(zero, Mapping) and not zero.get("stage"):  # as in trl's configuration of a reference model
         ignored = [key for key in zero if key.startswith("offload_")]
         given = {**given, "zero_optimization": {key: value for key, value in zero.items() if key not in ignored}}
-    engine, *others = zstore_initialize(
+    engine, *returned = zstore_initialize(
         args=None,
         model=model,
         optimizer=optimizer,
@@ -310,49 +310,49 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         _engine=DeepSpeedEngine,
     )
     if not isinstance(engine, DeepSpeedEngine):
-        raise UsageError(f"initialize() made a {type(engine).__name__}")
-    for parameter in trainable:  # of a model that is evaluated first: its optimizer is later created from these
+        raise UsageError(f"initialize() created a {type(engine).__name__}")
+    for parameter in trainable:  # a model may be evaluated first, and an optimizer created from these later
         parameter.requires_grad_(True)
     log_dist(f"DeepSpeed info: version={VERSION}", ranks=[0])
     if ignored:
-        text = f"zero_optimization: {', '.join(ignored)} ignored at stage 0, as in DeepSpeed: write stage 1, 2 or 3 to offload"
+        text = f"zero_optimization: {', '.join(ignored)} ignored at stage 0, as in DeepSpeed: set stage 1, 2 or 3 to offload"
         log_dist(text, ranks=[0], level=logging.INFO if frozen else logging.WARNING)
     engine.config = raw_config(source)
-    return engine, *others
+    return engine, *returned
 
 
-def _require_agreement() -> None:
-    """Raise UsageError if accelerate counts other ranks than the process group: each would train on all of the data."""
+def _require_matching_ranks() -> None:
+    """Raise UsageError if accelerate's number of ranks differs from the process group's: each would train on all data."""
     module = sys.modules.get("accelerate.state")
     state = {} if module is None else module.PartialState._shared_state
-    known = state.get("num_processes")
-    prepares = str(state.get("distributed_type")).endswith("DEEPSPEED")
-    if not prepares or not torch_dist.is_initialized() or known == torch_dist.get_world_size():
+    counted = state.get("num_processes")
+    uses_deepspeed = str(state.get("distributed_type")).endswith("DEEPSPEED")
+    if not uses_deepspeed or not torch_dist.is_initialized() or counted == torch_dist.get_world_size():
         return
     raise UsageError(
-        f"there are {torch_dist.get_world_size()} ranks, but accelerate counts {known}: with DeepSpeed it finds several "
-        "only on GPUs, and on CPUs on request: TrainingArguments(use_cpu=True), or accelerate.PartialState(cpu=True) before "
-        "the Accelerator"
+        f"there are {torch_dist.get_world_size()} ranks, but accelerate counts {counted}: with DeepSpeed it detects several "
+        "ranks on CPUs only on request: TrainingArguments(use_cpu=True), or accelerate.PartialState(cpu=True) before the "
+        "Accelerator"
     )
 
 
 _REMOVED = ".removed"
 _saves: dict[str, SaveHandle] = {}
-"""The last save in each absolute folder."""
+"""The last save in each folder, by absolute path."""
 _removals: list[Ticket[None]] = []
 _rmtree: Callable[..., Any] = shutil.rmtree
 
 
 def _watch_save(folder: str, handle: SaveHandle) -> None:
-    """Let listings and removals of the folder of a save wait for its commit. See [Note: what waits for a commit]."""
-    for ended in [each for each, save in _saves.items() if save.done()]:
-        del _saves[ended]
+    """Make listings and removals of a save's folder wait for its commit. See [Note: what waits for a commit]."""
+    for finished in [path for path, save in _saves.items() if save.done()]:
+        del _saves[finished]
     _saves[os.path.abspath(folder)] = handle
-    _begin_watching()
+    _install_hooks()
 
 
 @functools.cache
-def _begin_watching() -> None:
+def _install_hooks() -> None:
     sys.addaudithook(_on_audit_event)
     shutil.rmtree = _remove  # type: ignore[assignment]
 
@@ -375,8 +375,8 @@ def _on_audit_event(
     listings: frozenset[str] = frozenset({"os.listdir", "os.scandir"}),
     saves: dict[str, SaveHandle] = _saves,
 ) -> None:
-    """Delay a listing of a folder with a running save. An audit hook is called to the end of the process, when the module's
-    names are deleted already: it gets them as defaults."""
+    """Delay the listing of a folder with a running save. Audit hooks run until the end of the process, when the module's
+    names are already deleted, so it gets them as defaults."""
     if event not in listings or not saves or isinstance(args[0], int) or _is_own_thread():
         return
     listed = os.path.abspath(os.fsdecode(args[0] or "."))
@@ -386,7 +386,7 @@ def _on_audit_event(
 
 
 def _remove(path: Any, *args: Any, **options: Any) -> None:
-    """Remove a folder as `shutil.rmtree` does, but checkpoints next to a running save after its commit."""
+    """Remove a folder as `shutil.rmtree` does, but remove checkpoints next to a running save only after its commit."""
     saves = {} if isinstance(path, int) or _is_own_thread() else dict(_saves)
     removed = os.path.abspath(os.fsdecode(path)) if saves else ""
     for folder, handle in saves.items():
@@ -415,34 +415,34 @@ def _remove_after(handle: SaveHandle, folder: Path) -> None:
         os.replace(folder, renamed)
     except FileNotFoundError:  # removed twice
         return
-    for left in folder.parent.glob(f".*{_REMOVED}"):  # also a killed process's
-        _rmtree(left, ignore_errors=True)
+    for leftover in folder.parent.glob(f".*{_REMOVED}"):  # including those of killed processes
+        _rmtree(leftover, ignore_errors=True)
 
 
 def _is_peft(model: nn.Module) -> bool:
-    """Return whether a model has adapters of peft, by peft's classes or by transformers' own loading."""
+    """Return whether a model has peft adapters, added by peft's classes or by transformers' own loading."""
     peft: Any = sys.modules.get("peft")
-    wrapped = peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
-    return wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
+    is_wrapped = peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
+    return is_wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _adapter_names(engine: Engine) -> list[str]:
-    """Return the state dict names that peft saves of a model's adapters, frozen parameters and buffers too (all ranks)."""
+    """Return the state dict names that peft saves for a model's adapters, including frozen ones and buffers (all ranks)."""
     from peft import get_peft_model_state_dict
 
-    chosen: list[str] = []
+    local_names: list[str] = []
     with engine.world.agreeing():
         if engine.global_rank == 0:
             entries = state_entries(engine.access)
-            # peft returns the tensors that it gets: each entry is identified by its own.
+            # peft returns the tensors that it was given, so a distinct tensor identifies each entry.
             views = {name: torch.empty(0) for name, value in entries.items() if isinstance(value, torch.Tensor)}
             ids = {id(views[name]) for name, value in entries.items() if getattr(value, "requires_grad", False)}
             model: Any = engine.module
             for adapter, config in model.peft_config.items():
                 if not config.is_prompt_learning:
                     with warnings.catch_warnings(action="ignore"):  # the save itself warns
-                        taken = get_peft_model_state_dict(model, state_dict=views, adapter_name=adapter)
-                    ids |= {id(value) for value in taken.values()}
-            chosen = [name for name, view in views.items() if id(view) in ids]
-    names: list[str] = engine.world.broadcast_object(chosen)
+                        adapter_state = get_peft_model_state_dict(model, state_dict=views, adapter_name=adapter)
+                    ids |= {id(value) for value in adapter_state.values()}
+            local_names = [name for name, view in views.items() if id(view) in ids]
+    names: list[str] = engine.world.broadcast_object(local_names)
     return names

@@ -1,4 +1,4 @@
-"""DeepSpeed's names on zstore, by module; the replacements of missing names; and the modules that `import deepspeed` gives.
+"""DeepSpeed's names on zstore, by module; replacements for missing names; and the modules that `import deepspeed` provides.
 Torch is imported with the first of these modules, not with this one."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 from zstore._version import __version__
 from zstore.errors import UsageError
 
-ANSWERS_FOR = "0.19.8"
-"""The DeepSpeed release with these names."""
-VERSION = f"{ANSWERS_FOR}+zstore.{__version__.replace('+', '.')}"
+EMULATED_VERSION = "0.19.8"
+"""The DeepSpeed release whose names these are."""
+VERSION = f"{EMULATED_VERSION}+zstore.{__version__.replace('+', '.')}"
 """DeepSpeed's version, as reported to scripts."""
 
 _ENGINE = "zstore.engine"
@@ -21,7 +21,7 @@ _ACCESS, _CHECKPOINTING = f"{_ENGINE}.access.safe_access", f"{_ENGINE}.activatio
 _TO_FP32 = "zstore.tools.zero_to_fp32"
 
 SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"
-LEAVES = (
+LEAF_FUNCTIONS = (
     "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
     "unset_z3_leaf_modules z3_leaf_module"
 )
@@ -30,7 +30,7 @@ TORCH_COMM = (
     "broadcast_object_list destroy_process_group gather get_backend get_global_rank get_rank get_world_size irecv is_available "
     "is_initialized isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send"
 )
-SAFE = (
+SAFE_ACCESSORS = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
     "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
     "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized"
@@ -38,16 +38,16 @@ SAFE = (
 _INIT = "GatheredParameters Init register_external_parameter unregister_external_parameter"
 
 
-def _table(rows: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+def _expand(rows: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
     """Expand `rows`: the key of a row lists modules within deepspeed."""
     return {
-        f"deepspeed.{module}".removesuffix(".root"): {home: tuple(names.split()) for home, names in homes.items()}
-        for modules, homes in rows.items()
+        f"deepspeed.{module}".removesuffix(".root"): {source: tuple(names.split()) for source, names in sources.items()}
+        for modules, sources in rows.items()
         for module in modules.split()
     }
 
 
-MODULES = _table({
+MODULES = _expand({
     "root": {
         "engine": "DeepSpeedEngine initialize", f"{_ENGINE}.config.config": "add_config_arguments",
         f"{_ENGINE}.runtime.process": "init_distributed",
@@ -89,14 +89,14 @@ MODULES = _table({
     },
     "runtime.zero.utils": {"zero": "is_zero_param"},
     "utils": {
-        "utils": f"OnDevice RepeatingLoader instrument_w_nvtx log_dist logger {LEAVES}",
-        _ACCESS: SAFE,
+        "utils": f"OnDevice RepeatingLoader instrument_w_nvtx log_dist logger {LEAF_FUNCTIONS}",
+        _ACCESS: SAFE_ACCESSORS,
     },
     "utils.logging": {"utils": "log_dist logger"},
     "utils.nvtx": {"utils": "instrument_w_nvtx"},
-    "utils.tensor_fragment": {_ACCESS: SAFE},
+    "utils.tensor_fragment": {_ACCESS: SAFE_ACCESSORS},
     "utils.torch": {"utils": "required_torch_version"},
-    "utils.z3_leaf_module": {"utils": LEAVES},
+    "utils.z3_leaf_module": {"utils": LEAF_FUNCTIONS},
     "utils.zero_to_fp32": {
         _TO_FP32: (
             "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint get_optim_files "
@@ -105,9 +105,9 @@ MODULES = _table({
     },
     "zero": {"zero": _INIT},
 })  # fmt: skip
-"""DeepSpeed's module -> module of this package, or full name of another one -> names from it."""
+"""DeepSpeed's module -> module of this package, or full name of another module -> names imported from it."""
 
-ABSENT = {
+UNSUPPORTED = {
     f"deepspeed.{module}".removesuffix(".root"): tuple(names.split())
     for module, names in {
         "root": "InferenceEngine PipelineEngine PipelineModule",
@@ -130,16 +130,16 @@ ABSENT = {
         "zero": "TiledLinear",
     }.items()
 }
-"""DeepSpeed's module -> names that can be imported, and raise when they are called."""
+"""DeepSpeed's module -> names that can be imported but raise when called."""
 
-INSTEAD = {
+REPLACEMENTS = {
     name: text
     for names, text in {
         "add_tuning_arguments runtime.lr_schedules.add_tuning_arguments": (
-            "write arguments of the script's own; the schedule is in the config"
+            "define arguments in the script; the schedule is in the config"
         ),
         "autotuning": "`zstore plan --config FILE` says what fits",
-        "checkpointing": "configure() and checkpoint() are there; the rest is torch.utils.checkpoint's",
+        "checkpointing": "configure() and checkpoint() are available; use torch.utils.checkpoint for everything else",
         "comm": "use torch.distributed, whose groups these are",
         "compression": "nothing is compressed; quantize or prune with torchao after `zstore consolidate`",
         "DeepSpeedTransformerConfig DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
@@ -149,14 +149,14 @@ INSTEAD = {
             "there is no inference engine; `zstore consolidate` writes safetensors for a server"
         ),
         "launcher": "`zstore run` starts the ranks",
-        "linear": "take LoRA from peft",
+        "linear": "use LoRA from peft",
         "module_inject": "modules are not replaced; use torch's attention",
         "moe": "there is no expert parallelism; the experts of transformers' models are ordinary parameters",
-        "monitor": "engine.monitor.write_events() takes a script's values; the config says where they go",
+        "monitor": "engine.monitor.write_events() takes a script's values; the config sets their destinations",
         "ops": ("kernels are torch's; optimizers are in ops.adam, ops.adagrad, ops.lamb and ops.lion"),
         "ops.sparse_attention": "zstore.attention has its patterns, and the config's section sparse_attention",
         "runtime.zero.muon": (
-            "name Muon in the config's optimizer, or take it from torch.optim and MuonWithAdam from zstore.optim"
+            "name Muon in the config's optimizer, or use torch.optim.Muon and zstore.optim.MuonWithAdam"
         ),
         "pipe runtime.pipe PipelineEngine PipelineModule": (
             "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory"
@@ -164,13 +164,13 @@ INSTEAD = {
         "profiling": "use torch.profiler, and torch.utils.flop_counter.FlopCounterMode to count by module",
         "runtime.config": "a config is a dict or a path",
         "sequence runtime.sequence_parallel": (
-            "there is no sequence parallelism; checkpointing takes activations off the device"
+            "there is no sequence parallelism; activation checkpointing reduces activations on the device"
         ),
         "runtime.zero.stage_1_and_2 runtime.zero.stage3": (
             "`zstore plan` estimates memory; the optimizer is engine.optimizer"
         ),
         "zero.TiledLinear runtime.zero.tiling": (
-            "make a layer's tiles modules of a ModuleList: each is gathered separately"
+            "split the layer into modules of a ModuleList, which are gathered separately"
         ),
         "tp_model_init": "there is no tensor parallelism; use ZeRO stage 3",
         "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
@@ -179,42 +179,42 @@ INSTEAD = {
     }.items()
     for name in names.split()
 }
-"""Name or module within deepspeed -> replacement, also for the names in it."""
+"""Name or module within deepspeed -> replacement, which also applies to names in the module."""
 
-ENGINE_INSTEAD: Mapping[str, str] = {
+ENGINE_REPLACEMENTS: Mapping[str, str] = {
     "allreduce_gradients": "engine.step() does it",
     "clip_fp32_gradients": 'engine.step() does it; set "gradient_clipping" in the config',
-    "deepspeed_io": "pass training_data to initialize(), or use a loader of the script's own",
+    "deepspeed_io": "pass training_data to initialize(), or create a loader in the script",
     "flops_profiler": "use torch.profiler, and torch.utils.flop_counter.FlopCounterMode to count by module",
     "get_pld_theta": "layers are not dropped",
     "load_universal_checkpoint": "engine.load_checkpoint() loads it",
     "mpu": "there is no model parallelism",
     "print_forward_breakdown": 'set "wall_clock_breakdown": true, or read engine.statistics()',
-    "set_dataloader": "use a loader of the script's own",
+    "set_dataloader": "create a loader in the script",
 }
 """Attribute of DeepSpeed's engine -> replacement."""
 
-_WHO = "`import deepspeed` gives zstore in this run (--as-deepspeed)"
-_LIST = "docs/deepspeed.md lists the available names"
+_CONTEXT = "`import deepspeed` imports zstore in this run (--as-deepspeed)"
+_SEE_DOCS = "docs/deepspeed.md lists the available names"
 
 
-def missing(dotted: str) -> str:
+def missing_text(dotted: str) -> str:
     """Return the message about a missing name."""
     inner = dotted.removeprefix("deepspeed.").split(".")
     paths = (".".join(inner[:depth]) for depth in range(len(inner), 0, -1))
-    instead = next((INSTEAD[path] for path in paths if path in INSTEAD), None)
-    return f"{dotted} is not available: {_WHO}. " + (f"Instead: {instead}. {_LIST}" if instead else _LIST)
+    instead = next((REPLACEMENTS[path] for path in paths if path in REPLACEMENTS), None)
+    return f"{dotted} is not available: {_CONTEXT}. " + (f"Instead: {instead}. {_SEE_DOCS}" if instead else _SEE_DOCS)
 
 
-def missing_of_engine(name: str) -> str | None:
+def missing_attribute_text(name: str) -> str | None:
     """Return the message about a missing attribute of DeepSpeed's engine; None if it has no replacement."""
-    instead = ENGINE_INSTEAD.get(name)
-    return None if instead is None else f"engine.{name} is not available: {_WHO}. Instead: {instead}. {_LIST}"
+    instead = ENGINE_REPLACEMENTS.get(name)
+    return None if instead is None else f"engine.{name} is not available: {_CONTEXT}. Instead: {instead}. {_SEE_DOCS}"
 
 
 def _groups() -> dict[str, Callable[[], Any]]:
-    """Return the functions of process groups: data parallelism has all ranks, other kinds have one. The group is None if
-    torch.distributed is not started."""
+    """Return the process group functions: data parallelism spans all ranks, other kinds one rank. The group is None if
+    torch.distributed is not initialized."""
 
     def world() -> Any:
         from zstore.ranks.world import World
@@ -231,69 +231,69 @@ def _groups() -> dict[str, Callable[[], Any]]:
         "rank": lambda: world().rank,
         "group": group,
     }
-    one: dict[str, Callable[[], Any]] = {"world_size": lambda: 1, "rank": lambda: 0, "group": lambda: None}
+    single_rank: dict[str, Callable[[], Any]] = {"world_size": lambda: 1, "rank": lambda: 0, "group": lambda: None}
     return {
-        f"{start}get_{kind}_parallel_{what}": answer
+        f"{prefix}get_{kind}_parallel_{what}": function
         for kind in ("data", "sequence_data", "model", "tensor_model", "sequence")
-        for what, answer in (all_ranks if kind.endswith("data") else one).items()
-        for start in ("", "_")
+        for what, function in (all_ranks if kind.endswith("data") else single_rank).items()
+        for prefix in ("", "_")
     }
 
 
-_PARTS = zip(("major", "minor", "patch"), map(int, ANSWERS_FOR.split(".")), strict=True)
+_VERSION_PARTS = zip(("major", "minor", "patch"), map(int, EMULATED_VERSION.split(".")), strict=True)
 VALUES: dict[str, dict[str, Any]] = {
-    "deepspeed": {f"__version_{part}__": number for part, number in _PARTS}
+    "deepspeed": {f"__version_{part}__": number for part, number in _VERSION_PARTS}
     | {"__version__": VERSION, "version": VERSION},
     "deepspeed.git_version_info": {"version": VERSION},
     "deepspeed.utils.groups": _groups(),
 }
-"""Module -> its other values."""
-_LISTED = [dotted.split(".") for dotted in (*MODULES, *ABSENT, *VALUES)]
-KNOWN = frozenset(".".join(parts[:depth]) for parts in _LISTED for depth in range(1, len(parts) + 1))
+"""Module -> its remaining values."""
+_MODULE_PARTS = [dotted.split(".") for dotted in (*MODULES, *UNSUPPORTED, *VALUES)]
+ALL_MODULES = frozenset(".".join(parts[:depth]) for parts in _MODULE_PARTS for depth in range(1, len(parts) + 1))
 """All modules, including packages that contain only modules."""
 
 
-class AnsweredModule(ModuleType):
-    """A module of DeepSpeed's name with zstore's contents. The error for a missing name says what replaces it."""
+class StandInModule(ModuleType):
+    """A module with DeepSpeed's name and zstore's contents. The error for a missing name names its replacement."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return the submodule of that name, which DeepSpeed imports too, if there is one."""
+        """Return the submodule of that name, if there is one, since DeepSpeed imports its submodules."""
         dotted = f"{self.__name__}.{name}"
-        if dotted in KNOWN:
+        if dotted in ALL_MODULES:
             return importlib.import_module(dotted)
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
-        raise AttributeError(missing(dotted), name=name, obj=self)
+        raise AttributeError(missing_text(dotted), name=name, obj=self)
 
     def __dir__(self) -> list[str]:
         prefix = f"{self.__name__}."
-        inner = (dotted.removeprefix(prefix) for dotted in KNOWN if dotted.startswith(prefix))
+        inner = (dotted.removeprefix(prefix) for dotted in ALL_MODULES if dotted.startswith(prefix))
         return sorted({*self.__dict__, *(name for name in inner if "." not in name)})
 
 
-def fill(module: ModuleType) -> None:
-    """Give a module its listed names."""
-    for home, names in MODULES.get(module.__name__, {}).items():
-        source = importlib.import_module(home if "." in home else f"{__package__}.{home}")
+def populate(module: ModuleType) -> None:
+    """Set the listed names of a module."""
+    for source, names in MODULES.get(module.__name__, {}).items():
+        imported = importlib.import_module(source if "." in source else f"{__package__}.{source}")
         for name in names:
-            setattr(module, name, getattr(source, name))
-    for name in ABSENT.get(module.__name__, ()):
-        setattr(module, name, absent(f"{module.__name__}.{name}"))
+            setattr(module, name, getattr(imported, name))
+    for name in UNSUPPORTED.get(module.__name__, ()):
+        setattr(module, name, unsupported(f"{module.__name__}.{name}"))
     vars(module).update(VALUES.get(module.__name__, {}))
 
 
-def require(dotted: str) -> None:
+def require_module(dotted: str) -> None:
     """Raise ModuleNotFoundError naming the replacement for a missing module.
 
-    Its `name` stays empty: otherwise `from deepspeed import NAME` would replace this message by Python's.
+    Its `name` stays unset: otherwise `from deepspeed import NAME` would replace this message with Python's.
     """
-    if dotted not in KNOWN:
-        raise ModuleNotFoundError(missing(dotted))
+    if dotted not in ALL_MODULES:
+        raise ModuleNotFoundError(missing_text(dotted))
 
 
-def absent(dotted: str) -> type:
-    """Return a class of the name `dotted`, a call of which raises UsageError naming the replacement."""
-    text = missing(dotted)
+def unsupported(dotted: str) -> type:
+    """Return a class named `dotted`; calling it raises UsageError naming the replacement."""
+    text = missing_text(dotted)
 
     def refuse(cls: type, *args: object, **kwargs: object) -> Any:
         raise UsageError(text)

@@ -1,5 +1,5 @@
-"""DeepSpeed's optimizers and schedules: a call makes an optimizer of torch or zstore, which the engine updates by one kernel on
-every tier, or a schedule that a config can name."""
+"""DeepSpeed's optimizers and schedules: calling one creates an optimizer of torch or zstore, which the engine updates with one
+kernel on every tier, or a schedule that a config can name."""
 
 from __future__ import annotations
 
@@ -16,45 +16,43 @@ from zstore.engine.training.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import UsageError
 
 Optimizer = torch.optim.Optimizer
-_BY_KEYS = {
+_KIND_BY_SETTINGS = {
     frozenset(kind([torch.nn.Parameter(torch.empty(0, 0))]).defaults): kind
     for kind in (*ELEMENT_WISE, torch.optim.Adafactor, torch.optim.Muon, Lamb)
     if kind not in (torch.optim.Adam, torch.optim.AdamW)
 }
-"""Settings of a group -> the optimizer with exactly those."""
-_WITHOUT_EFFECT = ("fp32_optimizer_states", "set_grad_none")
-"""Ignored: state is fp32, and the engine clears gradients."""
+"""Settings of a group -> the optimizer class with exactly those settings."""
+_IGNORED = ("fp32_optimizer_states", "set_grad_none")
+"""Ignored, since state is fp32 and the engine clears gradients."""
 
 
-class _Made(type):
-    """The metaclass of classes whose calls create another optimizer or schedule; their instances are instances of the classes
-    in `makes`, and engine optimizers around one. Arguments are named, or in DeepSpeed's `order`."""
+class _FactoryMeta(type):
+    """Metaclass of classes that create another optimizer or schedule when called. `isinstance` accepts instances of the classes
+    in `produces`, and engine optimizers that wrap one. Arguments are named, or in DeepSpeed's `order`."""
 
-    makes: tuple[str, ...]
+    produces: tuple[str, ...]
     order: str
     make: Callable[..., Any]
     ignored: tuple[str, ...]
 
-    def __call__(cls, *values: Any, **given: Any) -> Any:
-        """Return the optimizer or schedule. Raises UsageError for arguments that have no counterpart here."""
+    def __call__(cls, *values: Any, **keywords: Any) -> Any:
+        """Return the optimizer or schedule. Raises UsageError for arguments that have no equivalent."""
         names = cls.order.split()
         named = dict(zip(names, values, strict=False))
-        if len(values) > len(names) or named.keys() & given.keys():
+        if len(values) > len(names) or named.keys() & keywords.keys():
             raise UsageError(f"{cls.__name__}(...): expected each of {', '.join(names)} at most once")
-        named |= given
+        named |= keywords
         positional = [named.pop(names[0])] if names[0] in named else []
         return cls.make(*positional, **{name: value for name, value in named.items() if name not in cls.ignored})
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return type(getattr(instance, "client", instance)).__name__ in cls.makes
+        return type(getattr(instance, "client", instance)).__name__ in cls.produces
 
 
-def _made(
-    name: str, makes: str, order: str, make: Callable[..., Any], ignored: tuple[str, ...] = _WITHOUT_EFFECT
-) -> type:
-    text = f"Its instances are: {makes}."
-    members = {"makes": tuple(makes.split()), "order": order, "make": staticmethod(make), "ignored": ignored}
-    return _Made(name, (), {**members, "__doc__": text})
+def _maker(name: str, produces: str, order: str, make: Callable[..., Any], ignored: tuple[str, ...] = _IGNORED) -> type:
+    text = f"Its instances are: {produces}."
+    members = {"produces": tuple(produces.split()), "order": order, "make": staticmethod(make), "ignored": ignored}
+    return _FactoryMeta(name, (), {**members, "__doc__": text})
 
 
 def _adam(
@@ -63,26 +61,26 @@ def _adam(
     params = list(params)
     if params and isinstance(params[0], dict):
         # accelerate creates a DeepSpeedCPUAdam from the groups of any offloaded optimizer: keep the original class.
-        other = _BY_KEYS.get(frozenset(params[0]) - {"params", "initial_lr"})
-        if other is not None:
-            return other(params)
-        _require_adams(params[0])
+        kind = _KIND_BY_SETTINGS.get(frozenset(params[0]) - {"params", "initial_lr"})
+        if kind is not None:
+            return kind(params)
+        _require_adam_settings(params[0])
     kind = torch.optim.AdamW if adam_w_mode and adamw_mode else torch.optim.Adam
-    made = kind(params, **{"weight_decay": 0.0, **settings})
-    for group in () if bias_correction else made.param_groups:
+    optimizer = kind(params, **{"weight_decay": 0.0, **settings})
+    for group in () if bias_correction else optimizer.param_groups:
         group["bias_correction"] = False  # for the engine
-    return made
+    return optimizer
 
 
-def _require_adams(group: Mapping[str, Any]) -> None:
-    """Raise UsageError for a group whose settings show that another optimizer made it."""
+def _require_adam_settings(group: Mapping[str, Any]) -> None:
+    """Raise UsageError for a group whose settings show that another optimizer created it."""
     eps = group.get("eps", 0.0)
     if not isinstance(eps, (int, float, torch.Tensor)):
-        names = ", ".join(kind.__name__ for kind in (torch.optim.Adam, torch.optim.AdamW, *_BY_KEYS.values()))
+        names = ", ".join(kind.__name__ for kind in (torch.optim.Adam, torch.optim.AdamW, *_KIND_BY_SETTINGS.values()))
         raise UsageError(
-            f"eps={eps!r} of a parameter group is not Adam's: accelerate makes DeepSpeedCPUAdam of an optimizer with offloaded "
-            f"state, but the original class is none of {names}. Use one of these, in place of transformers' Adafactor "
-            'torch\'s by "optimizer": {"type": "Adafactor"} in the config; or stage 0 without offload'
+            f"eps={eps!r} of a parameter group is not Adam's: accelerate converts an optimizer with offloaded state to "
+            f"DeepSpeedCPUAdam, but the original class is none of {names}. Use one of these (not transformers' Adafactor but "
+            'torch\'s, by "optimizer": {"type": "Adafactor"} in the config), or stage 0 without offload'
         )
 
 
@@ -100,26 +98,26 @@ def _lamb(params: Any, *, amsgrad: bool = False, max_grad_norm: float = 0.0, **s
     if amsgrad:
         raise UsageError("FusedLamb(amsgrad=True): LAMB has no such variant; leave it out")
     if max_grad_norm:
-        raise UsageError(f"FusedLamb(max_grad_norm={max_grad_norm}): write gradient_clipping into the config")
+        raise UsageError(f"FusedLamb(max_grad_norm={max_grad_norm}): set gradient_clipping in the config")
     return Lamb(params, **settings)
 
 
-DeepSpeedCPUAdam = _made(
+DeepSpeedCPUAdam = _maker(
     "DeepSpeedCPUAdam", "Adam AdamW",
     "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states", _adam,
 )  # fmt: skip
-FusedAdam = _made(
+FusedAdam = _maker(
     "FusedAdam",
     "Adam AdamW",
     "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
     _adam,
 )
-DeepSpeedCPUAdagrad = _made(
+DeepSpeedCPUAdagrad = _maker(
     "DeepSpeedCPUAdagrad", "Adagrad", "model_params lr eps weight_decay amsgrad fp32_optimizer_states", _adagrad
 )
-DeepSpeedCPULion = _made("DeepSpeedCPULion", "Lion", "model_params lr betas weight_decay fp32_optimizer_states", _lion)
-FusedLion = _made("FusedLion", "Lion", "params lr betas weight_decay set_grad_none", _lion)
-FusedLamb = _made(
+DeepSpeedCPULion = _maker("DeepSpeedCPULion", "Lion", "model_params lr betas weight_decay fp32_optimizer_states", _lion)
+FusedLion = _maker("FusedLion", "Lion", "params lr betas weight_decay set_grad_none", _lion)
+FusedLamb = _maker(
     "FusedLamb", "Lamb",
     "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad", _lamb,
 )  # fmt: skip
@@ -129,19 +127,19 @@ VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
 def _schedule(name: str, order: str, *, derived: str = "") -> type:
-    """Return the class whose call makes the engine's schedule of that name, from the config's `scheduler.params`."""
+    """Return a class that creates the engine's schedule of that name from arguments as in `scheduler.params`."""
 
     def make(optimizer: Optimizer, **params: Any) -> NamedSchedule:
         config = {"scheduler": {"type": name, "params": params}}
         section: Any = load_config(config, name=f"{name}(...)").settings.scheduler
-        before = [dict(group) for group in optimizer.param_groups]
+        settings_before = [dict(group) for group in optimizer.param_groups]
         schedule = named_schedule(section, optimizer)
         if section.params.last_batch_iteration >= 0:  # the optimizer's settings apply until the first step
-            for group, former in zip(optimizer.param_groups, before, strict=True):
-                group.update(former)
+            for group, settings in zip(optimizer.param_groups, settings_before, strict=True):
+                group.update(settings)
         return schedule
 
-    return _made(name, f"{name} {derived}".rstrip(), f"optimizer {order} last_batch_iteration", make, ignored=())
+    return _maker(name, f"{name} {derived}".rstrip(), f"optimizer {order} last_batch_iteration", make, ignored=())
 
 
 _WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`, `deepspeed.runtime.utils` and `deepspeed.comm`: the functions that scripts import, without the access to
+"""`deepspeed.utils`, `deepspeed.runtime.utils` and `deepspeed.comm`: the functions that scripts import, except for access to
 state and torch.distributed's own; `deepspeed.accelerator`; and configs in all forms that DeepSpeed accepts."""
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from zstore.engine.runtime.process import show_messages
 from zstore.errors import UsageError, format_bytes
 from zstore.io import resident_bytes
 
-from .names import missing
+from .names import missing_text
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("zstore")
-"""The logger of zstore, whose messages are shown from the import on."""
+"""zstore's logger, whose messages are shown from this import on."""
 show_messages()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message on the given ranks; without any, or with -1 among them, on every rank."""
+    """Log a message on the given ranks; on every rank if none are given or -1 is among them."""
     rank = torch_dist.get_rank() if torch_dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[rank %d] %s", rank, message)
 
 
 def instrument_w_nvtx(func: F) -> F:
-    """Return the function unchanged: torch.profiler has its own ranges."""
+    """Return the function unchanged, since torch.profiler has its own ranges."""
     return func
 
 
@@ -67,21 +67,21 @@ class RepeatingLoader:
 
 
 class OnDevice(AbstractContextManager["OnDevice"]):
-    """Within the block, tensors are created on `device`, floating ones with `dtype` as the default type."""
+    """Within the block, tensors are created on `device`, with `dtype` as the default floating-point type."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, device, enabled
-        self._ends = ExitStack()
+        self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
         if self._enabled:
-            self._ends.enter_context(torch.device(self._device))
-            self._ends.callback(torch.set_default_dtype, torch.get_default_dtype())
+            self._exit_stack.enter_context(torch.device(self._device))
+            self._exit_stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ends.close()
+        self._exit_stack.close()
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -96,14 +96,14 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
-    """Return the object of a dotted name."""
+    """Return the object with a dotted name."""
     return functools.reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Replace the object of a dotted name."""
-    above, _, name = module_name.rpartition(".")
-    setattr(recursive_getattr(model, above) if above else model, name, module)
+    """Replace the object with a dotted name."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -117,44 +117,45 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or remove its mark."""
+    """Mark a module as a leaf, or remove its mark."""
     mark_leaves([model], marked=flag)
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes (types with their subclasses, or names), before `initialize`; return them.
+    """Mark the modules of these classes (types including subclasses, or names), before `initialize`; return them.
 
-    Raises UsageError if no module is marked.
+    Raises UsageError if no module is found.
     """
-    return _marked(model, leaf_module_classes, True, raise_if_not_found)
+    return _mark_all(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove the mark of the modules of these classes, and return them. Raises UsageError if there is none."""
-    return _marked(model, leaf_module_classes, False, raise_if_not_found)
+    """Remove the mark of the modules of these classes, and return them. Raises UsageError if there are none."""
+    return _mark_all(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules with these names in `named_modules()`; return them and, unless that is an error, the missing names."""
-    found = {name: [one for path, one in model.named_modules() if path == name] for name in module_names}
-    return _marked_by(found, flag, raise_if_not_found)
+    """Mark the modules with these names in `named_modules()`; return them and, unless it raises, the missing names."""
+    found = {name: [module for path, module in model.named_modules() if path == name] for name in module_names}
+    return _mark_found(found, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose names end so; return them and, unless that is an error, the missing suffixes."""
-    found = {end: [one for path, one in model.named_modules() if path.endswith(end)] for end in module_name_suffixes}
-    return _marked_by(found, flag, raise_if_not_found)
+    """Mark the modules with these name suffixes; return them and, unless it raises, the missing suffixes."""
+    modules = list(model.named_modules())
+    found = {end: [module for path, module in modules if path.endswith(end)] for end in module_name_suffixes}
+    return _mark_found(found, flag, raise_if_not_found)
 
 
-def _marked_by(found: Mapping[str, Sequence[nn.Module]], flag: bool, raises: bool) -> tuple[list[nn.Module], list[str]]:
+def _mark_found(found: Mapping[str, list[nn.Module]], flag: bool, raises: bool) -> tuple[list[nn.Module], list[str]]:
     missing = [name for name, modules in found.items() if not modules]
     modules = list(dict.fromkeys(module for modules in found.values() for module in modules))
     mark_leaves(modules, marked=flag)
@@ -163,13 +164,13 @@ def _marked_by(found: Mapping[str, Sequence[nn.Module]], flag: bool, raises: boo
     return modules, missing
 
 
-def _marked(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, raises: bool) -> list[nn.Module]:
-    found = modules_of_classes(model, classes)
-    if not found and raises:
+def _mark_all(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, raises: bool) -> list[nn.Module]:
+    modules = modules_of_classes(model, classes)
+    if not modules and raises:
         named = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in classes)
         raise UsageError(f"the model has no module of the classes {named}")
-    mark_leaves(found, marked=flag)
-    return found
+    mark_leaves(modules, marked=flag)
+    return modules
 
 
 def set_random_seed(seed: int) -> None:
@@ -183,9 +184,9 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
     """Return whether torch's version is within the bounds."""
     from packaging.version import parse
 
-    found = parse(torch.__version__)
-    return (min_version is None or parse(str(min_version)) <= found) and (
-        max_version is None or found <= parse(str(max_version))
+    version = parse(torch.__version__)
+    return (min_version is None or parse(str(min_version)) <= version) and (
+        max_version is None or version <= parse(str(max_version))
     )
 
 
@@ -206,13 +207,12 @@ def get_world_group() -> Any:
 
 
 def get_local_rank() -> int:
-    """Return this rank's number on its machine, as set by the launcher; -1 without one."""
+    """Return this rank's local rank, as set by the launcher; -1 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "-1"))
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log on rank 0 the memory that the process uses, and its tensors on the CUDA device; nothing unless `force`, as in
-    DeepSpeed."""
+    """Log the memory used by rank 0's process and by its tensors on the CUDA device; as in DeepSpeed, only with `force`."""
     if not force or (torch_dist.is_initialized() and torch_dist.get_rank() != 0):
         return
     device = f", CUDA {format_bytes(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
@@ -223,7 +223,7 @@ _HAS_CUDA = torch.cuda.is_available()
 
 
 def _device_name(index: int | None = None) -> str:
-    """Return "cuda" or "cpu"; with an index "cuda:N"."""
+    """Return "cuda" or "cpu", or "cuda:N" with an index."""
     if not _HAS_CUDA:
         return "cpu"
     return "cuda" if index is None else f"cuda:{index}"
@@ -239,7 +239,7 @@ def _dtypes() -> list[torch.dtype]:
     return [torch.float32, torch.float16, *bf16]
 
 
-_BOTH: dict[str, Callable[..., Any]] = {
+_COMMON: dict[str, Callable[..., Any]] = {
     "device_name": _device_name,
     "device": lambda index=None: torch.device(_device_name(index)),
     "current_device_name": _current_name,
@@ -256,7 +256,7 @@ _BOTH: dict[str, Callable[..., Any]] = {
 }
 
 
-def _nothing(*_: object, **__: object) -> None:
+def _no_op(*_: object, **__: object) -> None:
     """Do nothing."""
 
 
@@ -267,29 +267,29 @@ def _zero(*_: object, **__: object) -> int:
 _CPU: dict[str, Callable[..., Any]] = {
     "current_device": _zero,
     "device_count": lambda: int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1")),
-    "set_device": _nothing,
+    "set_device": _no_op,
     "is_bf16_supported": lambda: True,
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,
     "get_rng_state": torch.get_rng_state,
     "set_rng_state": torch.set_rng_state,
     "initial_seed": torch.initial_seed,
-    **{f"{most}memory_{what}": _zero for most in ("", "max_") for what in ("allocated", "reserved", "cached")},
-    **dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
-    **dict.fromkeys(("range_push", "range_pop"), _nothing),
+    **{f"{peak}memory_{kind}": _zero for peak in ("", "max_") for kind in ("allocated", "reserved", "cached")},
+    **dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated"), _no_op),
+    **dict.fromkeys(("range_push", "range_pop"), _no_op),
 }
-"""Names of torch.cuda that torch.cpu lacks: ranks count as devices, and memory is not counted."""
+"""Names of torch.cuda that torch.cpu lacks; ranks count as devices, and memory is not tracked."""
 
 
 class TorchAccelerator:
-    """CUDA if there is a device, else the CPU.
+    """CUDA if there is a CUDA device, else the CPU.
 
-    It has the functions of `torch.cuda`, or of `torch.cpu` and `_CPU`, the functions of `_BOTH`, and the tensor types.
+    It has the functions of `torch.cuda`, or of `torch.cpu` and `_CPU`, those of `_COMMON`, and the tensor types.
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name in _BOTH:
-            return _BOTH[name]
+        if name in _COMMON:
+            return _COMMON[name]
         if name.endswith("Tensor") and hasattr(torch, name):
             return functools.partial(getattr(torch, name), device=_current_name())
         if not _HAS_CUDA and name in _CPU:
@@ -297,24 +297,24 @@ class TorchAccelerator:
         module: Any = torch.cuda if _HAS_CUDA else torch.cpu
         if not name.startswith("_") and hasattr(module, name):
             return getattr(module, name)
-        raise AttributeError(missing(f"deepspeed.accelerator.get_accelerator().{name}"), name=name, obj=self)
+        raise AttributeError(missing_text(f"deepspeed.accelerator.get_accelerator().{name}"), name=name, obj=self)
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return True: CUDA and the CPU are supported."""
+    """Return True, since both CUDA and the CPU are supported."""
     return True
 
 
 @functools.cache
 def get_accelerator() -> TorchAccelerator:
-    """Return the device of this process."""
+    """Return the accelerator of this process."""
     return TorchAccelerator()
 
 
-def cleaned(source: Any) -> Any:
-    """Return a config, read as by `raw_config`, without the keys that DeepSpeed ignores: a copy, if it is a dict.
+def without_ignored_keys(source: Any) -> Any:
+    """Return a config, read as by `raw_config`, without the keys that DeepSpeed ignores; a copy, if it is a dict.
 
-    Those are `steps_per_print` of infinity and `zero_allow_untested_optimizer`, which accelerate adds, and top-level keys with
+    Those are an infinite `steps_per_print` and `zero_allow_untested_optimizer`, which accelerate adds, and top-level keys with
     a dot, which trl adds.
     """
     raw = raw_config(source)
@@ -329,11 +329,11 @@ def cleaned(source: Any) -> Any:
 
 
 def raw_config(source: Any) -> Any:
-    """Return a copy of the dict in `source`: a dict, a file, or base64-encoded JSON; anything else unchanged."""
+    """Return a copy of the dict in `source` (a dict, a file, or base64-encoded JSON); return anything else unchanged."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     if isinstance(source, str) and not os.path.exists(source):
-        decoded = _decoded(source)
+        decoded = _decode_base64(source)
         if decoded is not None:
             return decoded
     if isinstance(source, str | os.PathLike):
@@ -341,9 +341,9 @@ def raw_config(source: Any) -> Any:
     return source
 
 
-def _decoded(text: str) -> dict[str, Any] | None:
+def _decode_base64(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(base64.urlsafe_b64decode(text))
+        value = json.loads(base64.urlsafe_b64decode(text))
     except (binascii.Error, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -1,13 +1,13 @@
-"""`deepspeed.zero`: models built in shards, whole parameters in a block, and the attributes by which libraries recognize
-sharded parameters.
+"""`deepspeed.zero`: models constructed in shards, gathered parameters in a block, and the attributes by which libraries
+recognize sharded parameters.
 
 [Note: marks]
-DeepSpeed gives the parameters of a stage 3 model attributes that transformers, peft, trl and scripts read: `ds_id` (a number,
-in the order of construction, equal on all ranks), `ds_shape`, `ds_numel`, `ds_status`. `Init` sets them, and `initialize`
-at stage 3. `ds_status` is AVAILABLE for a parameter that is kept whole on every rank, and for others within
-`GatheredParameters`; within a forward, where the engine gathers a parameter for itself, it stays NOT_AVAILABLE, and a script
-can gather it. `ds_tensor` has this rank's rows, 1-D, in the engine's memory, read-only; if they are in files it has their
-shape and no values (meta). `ds_persist`: the parameter is always whole on every rank.
+DeepSpeed gives the parameters of a stage 3 model attributes that transformers, peft, trl and scripts read: `ds_id` (a number
+in construction order, equal on all ranks), `ds_shape`, `ds_numel`, `ds_status`. They are set by `Init`, and by `initialize`
+at stage 3. `ds_status` is AVAILABLE for a parameter that always stays gathered, and for others within `GatheredParameters`;
+within a forward, where the engine gathers a parameter for itself, it stays NOT_AVAILABLE, and a script can gather it.
+`ds_tensor` has this rank's rows, 1-D, in the engine's memory, read-only; if they are in files, it is a meta tensor of the
+same shape. `ds_persist` says that the parameter always stays gathered on every rank.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from zstore.engine.build.init import Init as PlainInit
 from zstore.engine.config.config import load_config
 from zstore.errors import UsageError
 
-from .utils import cleaned
+from .utils import without_ignored_keys
 
 
 class ZeroParamStatus(Enum):
     """Whether a parameter is materialized."""
 
     AVAILABLE = 1
-    """It has all of them."""
+    """All values are present."""
     NOT_AVAILABLE = 2
-    """They are sharded; GatheredParameters gathers them."""
+    """Values are sharded; GatheredParameters gathers them."""
     INFLIGHT = 3
-    """They are being gathered; never reported."""
+    """Values are being gathered; never reported."""
 
 
 def _string_enum(name: str, words: str) -> Any:
-    """Return an enumeration of strings equal to their names."""
+    """Return an enumeration whose values are strings equal to their names."""
     return Enum(name, {word: word for word in words.split()}, type=str, module=__name__)
 
 
@@ -60,18 +60,18 @@ OffloadStateTypeEnum = _string_enum(
 )
 
 
-_numbers = itertools.count()
+_next_id = itertools.count()
 
 
 def mark(parameter: nn.Parameter, status: ZeroParamStatus, rows: torch.Tensor | None = None) -> None:
-    """Give a parameter the attributes of [Note: marks], with `rows` also `ds_tensor`."""
-    marked: Any = parameter
+    """Set the attributes of [Note: marks] on a parameter, including `ds_tensor` if `rows` is given."""
+    attributes: Any = parameter
     if rows is not None:
-        marked.ds_tensor, marked.ds_persist = rows, status is ZeroParamStatus.AVAILABLE
-        marked.partition_numel = partial(int, rows.numel())  # for Lightning's summary of a model
+        attributes.ds_tensor, attributes.ds_persist = rows, status is ZeroParamStatus.AVAILABLE
+        attributes.partition_numel = partial(int, rows.numel())  # for Lightning's summary of a model
     if not hasattr(parameter, "ds_id"):
-        marked.ds_id = next(_numbers)
-    marked.ds_shape, marked.ds_numel, marked.ds_status = parameter.shape, parameter.numel(), status
+        attributes.ds_id = next(_next_id)
+    attributes.ds_shape, attributes.ds_numel, attributes.ds_status = parameter.shape, parameter.numel(), status
 
 
 def is_zero_param(parameter: object) -> bool:
@@ -80,14 +80,14 @@ def is_zero_param(parameter: object) -> bool:
 
 
 class Init(PlainInit):
-    """`zstore.Init` with DeepSpeed's arguments: within the block models are built in shards (all ranks).
+    """`zstore.Init` with DeepSpeed's arguments: within the block, models are constructed in shards (all ranks).
 
-    As in DeepSpeed, parameters have the 16-bit type of the config from the start (buffers keep theirs), rank 0's values
-    count if ranks build different ones, a block within a block does nothing, and the state dict of a sharded model has NaN
-    for its values. Raises UsageError for process groups of fewer than all ranks, and for arguments about quantization.
+    As in DeepSpeed, parameters have the config's 16-bit type from the start (buffers keep theirs), rank 0's values are used
+    if ranks construct different ones, a nested block does nothing, and the values in the state dict of a sharded model are
+    NaN. Raises UsageError for process groups of fewer than all ranks, and for arguments about quantization.
     """
 
-    _blocks = 0
+    _open_blocks = 0
     """Number of open blocks."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
@@ -122,9 +122,9 @@ class Init(PlainInit):
             raise UsageError(
                 "deepspeed.zero.Init(param_swapper=...): the config sets the tier of parameters; leave it out"
             )
-        self._marking: RemovableHandle | None = None
+        self._hook: RemovableHandle | None = None
         source = config if config is not None else config_dict_or_path
-        source = None if source is None else cleaned(source)
+        source = None if source is None else without_ignored_keys(source)
         self._built_dtype = dtype or _dtype_of(source)
         super().__init__(
             module,
@@ -142,23 +142,23 @@ class Init(PlainInit):
                 mark(parameter, ZeroParamStatus.NOT_AVAILABLE)
 
     def __enter__(self) -> Self:
-        self._enabled = self._enabled and not Init._blocks
+        self._enabled = self._enabled and not Init._open_blocks
         super().__enter__()
         if self._enabled:
-            Init._blocks += 1
-            self._marking = register_module_parameter_registration_hook(partial(_mark_built, self._built_dtype))
+            Init._open_blocks += 1
+            self._hook = register_module_parameter_registration_hook(partial(_mark_built, self._built_dtype))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if self._marking is not None:
-            self._marking.remove()
-            self._marking = None
-            Init._blocks -= 1
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            Init._open_blocks -= 1
         super().__exit__(kind, value, tb)
 
 
 def _dtype_of(source: Any) -> torch.dtype | None:
-    """Return the 16-bit type of a config; None for fp32, and without a config."""
+    """Return the 16-bit type of a config; None for fp32 or without a config."""
     if source is None:
         return None
     settings = load_config(source).settings
@@ -179,39 +179,39 @@ def GatheredParameters(  # noqa: N802
 ) -> Iterator[None]:
     """Alias of `zstore.gather(params, modifier_rank)`; does nothing unless `enabled` (all ranks).
 
-    `params` is a parameter, a module, or an iterable in any order, in which other objects are ignored. `fwd_module` is
-    ignored: a module's forward gathers the parameters that it reads.
+    `params` is a parameter, a module, or an iterable in any order; other objects in it are ignored. `fwd_module` is
+    ignored, since a module's forward gathers the parameters that it reads.
     """
     del fwd_module
     if not enabled:
         yield
         return
-    parameters = _listed(params)
-    hidden: list[Any] = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+    parameters = _in_construction_order(params)
+    unavailable: list[Any] = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
     with gather(parameters, modifier_rank):
-        for parameter in hidden:
+        for parameter in unavailable:
             parameter.ds_status = ZeroParamStatus.AVAILABLE
         try:
             yield
         finally:
-            for parameter in hidden:
+            for parameter in unavailable:
                 parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
-def _listed(params: Any) -> list[nn.Parameter]:
-    """Return the parameters in the order of their construction, equal on all ranks: a set's order differs."""
+def _in_construction_order(params: Any) -> list[nn.Parameter]:
+    """Return the parameters in construction order, which is equal on all ranks, unlike the order of a set."""
     if isinstance(params, torch.Tensor):
         params = [params]
     elif isinstance(params, nn.Module):
         params = params.parameters()
     if not isinstance(params, Iterable):
         raise UsageError(f"GatheredParameters() expects parameters, or a module, got {type(params).__name__}")
-    found = [p for p in dict.fromkeys(params) if isinstance(p, nn.Parameter)]
-    return sorted(found, key=lambda p: getattr(p, "ds_id", -1))
+    parameters = [p for p in dict.fromkeys(params) if isinstance(p, nn.Parameter)]
+    return sorted(parameters, key=lambda p: getattr(p, "ds_id", -1))
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: within a forward, a weight can be read without calling its module."""
+    """Do nothing, since a forward can read a weight without calling its module."""
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -219,5 +219,5 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
-    """Return `fn`: `Init` does not replace the constructors of tensors. transformers patches this function."""
+    """Return `fn`, since `Init` does not replace tensor constructors. transformers patches this function."""
     return fn

@@ -1,4 +1,4 @@
-"""Optimizers of torch whose state is on disk or in host memory, for plain PyTorch, DDP and FSDP2.
+"""torch optimizers whose state is on disk or in host memory, for plain PyTorch, DDP and FSDP2.
 
 Read in this order: offloaded, local_state, stored_tensor.
 """

@@ -1,4 +1,4 @@
-"""`Offloaded`: an optimizer of torch whose state is on disk or in host memory."""
+"""`Offloaded`: a torch optimizer whose state is on disk or in host memory."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from zstore.io.closing import Closing, closing_with
 from zstore.store import Store, StoreOptions, StoreStatistics
 
 from .local_state import LocalState, OffloadedKernel, StateView
-from .stored_tensor import LocalRecord, rows_of
+from .stored_tensor import LocalRecord, gradient_rows
 
 OptimizerClass = type[torch.optim.Optimizer]
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class Offloaded(torch.optim.Optimizer, Closing):
-    """An optimizer of class `kind` over `params`, as `kind(params, **settings)` is, whose state is off the device.
+    """An optimizer of class `kind`, like `kind(params, **settings)`, whose state is stored off the device.
 
     `device` "nvme" keeps the state in files under `path`, an existing folder that no other optimizer uses at the same time;
-    "cpu" keeps it in host memory, and the excess over `host_budget_bytes` under `path`, if given. The budget counts
-    transfer buffers and state in host memory.
+    "cpu" keeps it in host memory, and what exceeds `host_budget_bytes` under `path`, if given. The budget covers transfer
+    buffers and state in host memory.
 
-    fp32 parameters are updated in place, with the bits of torch's class. bf16 and fp16 parameters have an fp32 master among
-    the state, and are the rounded master.
+    fp32 parameters are updated in place, with the bits of torch's class. bf16 and fp16 parameters have an fp32 master in the
+    state, and equal the rounded master.
 
     Each rank keeps the state of its part of each parameter; no rank waits for another.
 
-    `close()` it, or use it in a `with` block. Raises UsageError for a class or a parameter that cannot be offloaded,
+    Call `close()`, or use it in a `with` block. Raises UsageError for a class or parameter that cannot be offloaded,
     RunFolderError for a folder that cannot be used, BudgetError if the state does not fit.
     """
 
@@ -58,28 +58,28 @@ class Offloaded(torch.optim.Optimizer, Closing):
     ) -> None:
         _check(kind, device, path, host_budget_bytes)
         self.kind = kind
-        """The class of the update."""
+        """The torch class whose update is applied."""
         self._settings = settings
-        params, first = _groups_of(params)
-        streams = _streams or streams_for(first.device)
+        params, first_parameter = _list_groups(params)
+        streams = _streams or streams_for(first_parameter.device)
         if path is not None:
             map_large_blocks()
         options = StoreOptions(
             run_path=None if path is None else user_path(path),
             host_budget_bytes=host_budget_bytes,
-            device=str(first.device),
+            device=str(first_parameter.device),
             pin_buffers=not streams.device_is_host,
         )
         rank = torch_dist.get_rank() if torch_dist.is_available() and torch_dist.is_initialized() else 0
-        ending = ExitStack()  # references the store, but not the optimizer
-        self._end = closing_with(self, ending.close)
+        cleanup = ExitStack()  # references the store, but not the optimizer
+        self._end = closing_with(self, cleanup.close)
         try:
             store = Store(options, rank=rank, cuda=streams.cuda_runtime)
-            ending.callback(store.close)
+            cleanup.callback(store.close)
             transfers = Transfers(streams, store.links, store.rooms)
             arrays = OptimizerState(store, [], transfers, host_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
             self._local = state = LocalState(arrays, "disk" if device == "nvme" else "host")
-            self._torn: BaseException | None = None
+            self._step_error: BaseException | None = None
             self._steps = 0
             self._view = StateView(state)
             if kind in _ADAMS and not any(
@@ -99,7 +99,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
     @state.setter
     def state(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         if entries and entries is not self._view:
-            raise UsageError("optimizer.state: expected an entry to be set, or load_state_dict(), got another mapping")
+            raise UsageError("optimizer.state cannot be replaced: set an entry, or call load_state_dict()")
 
     @property
     def store(self) -> Store:
@@ -107,16 +107,16 @@ class Offloaded(torch.optim.Optimizer, Closing):
         return self._local.arrays.store
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; the state of its trained parameters is created immediately."""
+        """Add a group, and create the state of its trained parameters."""
         self._require_open()
-        number = len(self.param_groups)
+        index = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            self._local.kernels.append(_kernel(self.kind, self._settings | self.param_groups[number]))
-            self._add_records(number, [p for p in self.param_groups[number]["params"] if p.requires_grad])
+            self._local.kernels.append(_kernel(self.kind, self._settings | self.param_groups[index]))
+            self._add_records(index, [p for p in self.param_groups[index]["params"] if p.requires_grad])
         except BaseException:
-            del self.param_groups[number]
-            self._local.remove_group(number)
+            del self.param_groups[index]
+            self._local.remove_group(index)
             raise
 
     def _add_records(self, number: int, parameters: Iterable[torch.Tensor]) -> None:
@@ -129,34 +129,34 @@ class Offloaded(torch.optim.Optimizer, Closing):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return the result of `closure`.
 
-        Raises UsageError if an earlier update failed partway, and any error of a drive.
+        Raises UsageError if an earlier update failed partway, and any I/O error.
         """
         loss = call_closure(closure)
         self._require_open()
-        if self._torn is not None:
+        if self._step_error is not None:
             raise UsageError(
                 "a previous step failed partway, so that parameters and optimizer state are inconsistent: load both before "
                 "continuing"
-            ) from self._torn
+            ) from self._step_error
         for number, group in enumerate(self.param_groups):
-            known = self._local.records
-            self._add_records(number, [p for p in group["params"] if p.grad is not None and p not in known])
+            existing = self._local.records
+            self._add_records(number, [p for p in group["params"] if p.grad is not None and p not in existing])
         records = self._local.records.items()
-        rows = {record: rows_of(record, p.grad) for p, record in records if p.grad is not None}
+        rows = {record: gradient_rows(record, p.grad) for p, record in records if p.grad is not None}
         self._update(rows)
         return loss
 
     def _update(self, rows: dict[LocalRecord, torch.Tensor]) -> None:
-        """Update the parameters by the rows of their gradients."""
+        """Update the parameters with the rows of their gradients."""
         records = list(rows)
-        self._local.watch_memory(records)
+        self._local.track_changes(records)
         self._steps += 1
         settings = StepSettings.of(self.param_groups, step=self._steps, factor=1.0)
         changes = Changes(self._local.arrays, records, settings, partial(map, cast(Any, rows.pop)))
         try:
             changes.run()
         except BaseException as error:
-            self._torn = error
+            self._step_error = error
             raise
         changes.note_scalars(records)
         for record in records:  # autograd must refuse a backward across the change
@@ -164,31 +164,31 @@ class Offloaded(torch.optim.Optimizer, Closing):
             record.note_version()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and state as torch's class does; tensors of the state are `StoredTensor`s, or DTensors of them."""
+        """Return groups and state as torch's class does; state tensors are `StoredTensor`s, or DTensors of them."""
         self._require_open()
         return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace groups' settings and state with the contents of `state_dict`, from this class or torch's.
+        """Replace the groups' settings and the state with `state_dict`, from this class or torch's.
 
-        This optimizer's own `StoredTensor`s are skipped, as they were loaded in place. Raises UsageError if shapes differ.
+        This optimizer's own `StoredTensor`s are skipped, since they are loaded in place. Raises UsageError if shapes differ.
         """
         self._require_open()
         loaded = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            loaded = before(self, loaded) or loaded
-        self._torn = None
-        self.__setstate__({"param_groups": _merged(self.param_groups, loaded["param_groups"])})
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            loaded = pre_hook(self, loaded) or loaded
+        self._step_error = None
+        self.__setstate__({"param_groups": _merge_groups(self.param_groups, loaded["param_groups"])})
         self._local.replace_kernels([_kernel(self.kind, self._settings | group) for group in self.param_groups])
         saved = chain.from_iterable(group["params"] for group in loaded["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, own, strict=True):
+        current = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, current, strict=True):
             entry = loaded["state"].get(key)
             if parameter in self._local.records:
                 self.state[parameter] = {} if entry is None else entry
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -206,7 +206,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
     def _require_open(self) -> None:
         if not self._end.alive:
             raise UsageError(
-                "the optimizer is closed and its state is deleted: make another one, and load a state_dict()"
+                "the optimizer is closed and its state is deleted: create a new one, and load a state_dict()"
             )
 
 
@@ -214,16 +214,16 @@ def _check(kind: Any, device: str, path: Any, budget: Any) -> None:
     """Raise UsageError for a class that cannot be offloaded, or for invalid settings."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         got = f"an optimizer of class {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
-        raise UsageError(f"kind: expected a class derived from torch.optim.Optimizer, as torch.optim.AdamW, got {got}")
+        raise UsageError(f"kind: expected a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, got {got}")
     if kind not in ELEMENT_WISE:
         raise UsageError(
             f"optimizer {kind.__name__} is not known to be element-wise, but offloaded state is updated in tiles; "
-            f"use one of {', '.join(each.__name__ for each in ELEMENT_WISE)}"
+            f"use one of {', '.join(kind.__name__ for kind in ELEMENT_WISE)}"
         )
     if device not in ("nvme", "cpu"):
         raise UsageError(f'device: expected "nvme" or "cpu", the tier of the state, got {device!r}')
     if device == "nvme" and path is None:
-        raise UsageError('device="nvme" needs a path: give an existing folder on the drive to use')
+        raise UsageError('device="nvme" needs a path: pass an existing folder on the drive to use')
     if path is not None and not user_path(path).is_dir():
         raise UsageError(f"path: expected an existing folder, got {os.fspath(path)!r}; create it on the drive to use")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
@@ -232,17 +232,17 @@ def _check(kind: Any, device: str, path: Any, budget: Any) -> None:
         )
 
 
-def _groups_of(params: Any) -> tuple[Any, torch.Tensor]:
-    """Return the parameters or groups as lists, and the first parameter. Raises UsageError if devices differ."""
+def _list_groups(params: Any) -> tuple[Any, torch.Tensor]:
+    """Return the parameters or groups as lists, and the first parameter. Raises UsageError if their devices differ."""
     if isinstance(params, torch.Tensor | torch.nn.Module):
-        got = "a single tensor" if isinstance(params, torch.Tensor) else "a module: give model.parameters()"
+        got = "a single tensor" if isinstance(params, torch.Tensor) else "a module: pass model.parameters()"
         raise UsageError(f"params: expected an iterable of tensors or of group dicts, got {got}")
     groups = list(params)
     if groups and isinstance(groups[0], Mapping):
         members = [
             [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"]) for each in groups
         ]
-        groups = [{**each, "params": found} for each, found in zip(groups, members, strict=True)]
+        groups = [{**group, "params": tensors} for group, tensors in zip(groups, members, strict=True)]
     else:
         members = [groups]
     tensors = [member[1] if isinstance(member, tuple) else member for member in chain.from_iterable(members)]
@@ -251,7 +251,7 @@ def _groups_of(params: Any) -> tuple[Any, torch.Tensor]:
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise UsageError(
-            f"params: expected all on one device, got {', '.join(sorted(map(str, devices)))}: make an optimizer for each device"
+            f"params: expected all on one device, got {', '.join(sorted(map(str, devices)))}: create one optimizer per device"
         )
     return groups, tensors[0]
 
@@ -259,7 +259,7 @@ def _groups_of(params: Any) -> tuple[Any, torch.Tensor]:
 def _kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> OffloadedKernel:
     """Return the kernel for a parameter group with these settings.
 
-    Adam and AdamW have the bits of torch's fused kernel unless the group says `fused=False` or `foreach=True`. Raises
+    Adam and AdamW have the bits of torch's fused kernel unless the group sets `fused=False` or `foreach=True`. Raises
     UsageError for a setting that cannot be offloaded.
     """
     settings = {**group, "params": [torch.zeros(1)]}
@@ -271,17 +271,17 @@ def _kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> OffloadedKernel:
     return TorchKernel(kind, settings)
 
 
-def _merged(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with the settings of `saved` and their own parameters; see `Optimizer.load_state_dict`."""
+def _merge_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with the settings of `saved` and the current parameters; see `Optimizer.load_state_dict`."""
     sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
     if sizes[0] != sizes[1]:
         raise UsageError(
-            f"the loaded state has parameter groups of {sizes[1]} parameters, this optimizer of {sizes[0]}: it is of another "
-            "model, or of other groups"
+            f"the loaded state has parameter groups of {sizes[1]} parameters, this optimizer of {sizes[0]}: it is from another "
+            "model, or from other groups"
         )
     merged = []
-    for own, other in zip(groups, saved, strict=True):
-        group = copy.deepcopy({name: value for name, value in other.items() if name != "params"})
-        kept = {name: own[name] for name in ("params", "param_names") if name in own and name not in group}
-        merged.append(group | kept)
+    for current, saved_group in zip(groups, saved, strict=True):
+        group = copy.deepcopy({name: value for name, value in saved_group.items() if name != "params"})
+        own_keys = {name: current[name] for name in ("params", "param_names") if name in current and name not in group}
+        merged.append(group | own_keys)
     return merged

@@ -1,15 +1,15 @@
-"""This rank's part of each parameter of an offloaded optimizer, on any mesh; and tensors of its state that are in the store:
-read when their values are used, written when they are copied to.
+"""This rank's part of each parameter of an offloaded optimizer, on any mesh; and state tensors whose values are in the store:
+read when the values are used, written when they are copied to.
 
 [Note: the local part]
-An element-wise update needs no other rank. So a rank's part of a parameter, the whole or a DTensor's local part, is treated
-as a separate tensor, with its own state.
+An element-wise update needs no other rank. So a rank's part of a parameter (all of it, or a DTensor's local part) is treated
+as a separate tensor with its own state.
 
 [Note: a stored tensor]
-`state_dict()` returns these, so that it takes no memory, and torch.distributed.checkpoint saves and loads through them one
-tensor at a time.
-read    computing with it, copying or pickling it reads the current values into a new plain tensor.
-write   `copy_` and other in-place changes go to the store, also of a part (`narrow`, a slice). Any other view is a copy.
+`state_dict()` returns these, so that it takes no memory, and torch.distributed.checkpoint saves and loads them one tensor at
+a time.
+read    computing with one, copying it or pickling it reads the current values into a new plain tensor.
+write   `copy_` and other in-place changes go to the store, also for a part (`narrow`, a slice). Any other view is a copy.
 It is valid until the optimizer is closed.
 """
 
@@ -35,12 +35,12 @@ from zstore.io.memory import as_torch, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _aten: Any = torch.ops.aten
-_SAME = (_aten.detach.default, _aten.alias.default)
+_ALIAS_OPS = (_aten.detach.default, _aten.alias.default)
 
 
 @dataclass(eq=False, kw_only=True)
 class LocalRecord(ParameterRecord):
-    """This rank's part of one parameter; `full` is that part. See [Note: the local part]."""
+    """This rank's part of a parameter; `full` is that part. See [Note: the local part]."""
 
     offsets: tuple[int, ...]
     """Offsets of the local part in the parameter."""
@@ -67,9 +67,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     with torch.no_grad():
         local: Any = tensor.to_local()
-    # The pending result of a collective is of another class.
-    found: torch.Tensor = local.wait() if hasattr(local, "wait") else local
-    return found
+    # The pending result of a collective has another class.
+    part: torch.Tensor = local.wait() if hasattr(local, "wait") else local
+    return part
 
 
 def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> LocalRecord:
@@ -77,7 +77,7 @@ def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> Loca
     if parameter.dtype not in DTYPES:
         raise UsageError(
             f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; an offloaded optimizer updates float32, "
-            "bfloat16 and float16: give it to another optimizer"
+            "bfloat16 and float16: pass it to another optimizer"
         )
     if parameter.is_meta or parameter.layout is not torch.strided:
         raise UsageError(
@@ -87,7 +87,7 @@ def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> Loca
     local = local_part(parameter)
     if not local.is_contiguous():
         raise UsageError(
-            f"parameter {name!r} has the strides {local.stride()}: make it contiguous before the optimizer, "
+            f"parameter {name!r} has strides {local.stride()}: make it contiguous before creating the optimizer, by "
             "parameter.data = parameter.data.contiguous()"
         )
     grid = make_grid(stored_shape(tuple(local.shape)), 1)
@@ -109,14 +109,14 @@ def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> Loca
 def _offsets(parameter: torch.Tensor) -> tuple[int, ...]:
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
-    _, found = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(found)
+    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(offsets)
 
 
-def rows_of(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:
+def gradient_rows(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:
     """Return this rank's part of a gradient, 1-D in the order of the parameter's memory."""
     if gradient is None or gradient.layout is not torch.strided:
-        raise UsageError(f"parameter {record.name!r} has a sparse gradient, which offloaded optimizers do not accept")
+        raise UsageError(f"parameter {record.name!r} has a sparse gradient, which offloaded optimizers do not support")
     parameter: torch.Tensor = record.parameter
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -132,7 +132,7 @@ class StoredTensor(torch.Tensor):
     """A tensor whose values are in the store. See [Note: a stored tensor]."""
 
     array: str
-    """Name of an fp32 array with a value for each element of a parameter's local part."""
+    """Name of an fp32 array with one value per element of a parameter's local part."""
     record: LocalRecord
     """The parameter."""
     state: OptimizerState
@@ -140,12 +140,12 @@ class StoredTensor(torch.Tensor):
     """The part of the array."""
 
     def __new__(cls, array: str, record: LocalRecord, state: OptimizerState, box: Box | None = None) -> Self:
-        """Return a tensor of `box` of an array, by default the whole, without memory."""
+        """Return a tensor without memory for `box` of an array, by default all of it."""
         box = Box.whole(tuple(record.local_shape)) if box is None else box
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: Self = make(cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False)
-        made.array, made.record, made.state, made.box = array, record, state, box
-        return made
+        tensor: Self = make(cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False)
+        tensor.array, tensor.record, tensor.state, tensor.box = array, record, state, box
+        return tensor
 
     def __init__(self, array: str, record: LocalRecord, state: OptimizerState, box: Box | None = None) -> None:
         super().__init__()
@@ -160,14 +160,14 @@ class StoredTensor(torch.Tensor):
             with self.state.open_pass([[self.array]], "read") as tiles:
                 for tile in tiles:
                     self.state.transfers.copy_into(flat[tile.first : tile.stop], as_torch(tile.views[0]))
-        whole = flat.view(box.shape)
+        values = flat.view(box.shape)
         if box.sizes == box.shape:
-            return whole
-        return whole[tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))].clone()
+            return values
+        return values[tuple(slice(i, i + size) for i, size in zip(box.offsets, box.sizes, strict=True))].clone()
 
     def write(self, values: torch.Tensor) -> None:
-        """Set the values, from a tensor of any floating type."""
-        if self.array == model_array(self.record.name):  # the parameter may differ from its master now
+        """Set the values from a tensor of any floating-point type."""
+        if self.array == model_array(self.record.name):  # the parameter may now differ from its master
             self.record.version = -1
         is_whole, flat = self.box.sizes == self.box.shape, values.reshape(-1)
         if not flat.numel():
@@ -178,9 +178,9 @@ class StoredTensor(torch.Tensor):
                 if is_whole:
                     self.state.transfers.copy_into(view, flat[tile.first : tile.stop])
                     continue
-                for at, in_box, numel in self.box.overlap(tile.first, tile.stop):
-                    target = view[at - tile.first : at - tile.first + numel]
-                    self.state.transfers.copy_into(target, flat[in_box : in_box + numel])
+                for offset, box_offset, numel in self.box.overlap(tile.first, tile.stop):
+                    target = view[offset - tile.first : offset - tile.first + numel]
+                    self.state.transfers.copy_into(target, flat[box_offset : box_offset + numel])
 
     def _part(self, box: Box) -> StoredTensor:
         return StoredTensor(self.array, self.record, self.state, box)
@@ -197,28 +197,28 @@ class StoredTensor(torch.Tensor):
     ) -> Any:
         first = args[0] if args else None
         if isinstance(first, StoredTensor):
-            if func in _SAME or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape)):
+            if func in _ALIAS_OPS or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape)):
                 return first._part(first.box)
             if func is _aten.is_pinned.default:
                 return False
             if func is _aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
                 return first._slice(*args[1:4])
             if func is _aten.copy_.default:
-                first.write(_plain(args[1]).expand(first.shape))
+                first.write(_materialized(args[1]).expand(first.shape))
                 return first
-        return _on_copies(func, args, dict(kwargs or {}))
+        return _run_on_copies(func, args, dict(kwargs or {}))
 
-    def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         record = self.record
         if not self.numel() and record.shape.numel():
-            return []  # others have the tensor's elements
-        place = torch.Size(record.offsets)
-        written = TensorWriteData(
-            chunk=ChunkStorageMetadata(place, self.shape),
+            return []  # other ranks have the tensor's elements
+        offsets = torch.Size(record.offsets)
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, self.shape),
             properties=TensorProperties(dtype=self.dtype),
             size=record.shape,
         )
-        return [WriteItem(MetadataIndex(fqn, place), WriteItemType.SHARD, tensor_data=written)]
+        return [WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(self.record.offsets), self.shape)]
@@ -235,7 +235,7 @@ class StoredTensor(torch.Tensor):
         return self.read().tolist()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a copy of the values, as torch's `to`."""
+        """Return a copy of the values, as torch's `to` does."""
         return self.read().to(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -249,12 +249,12 @@ class StoredTensor(torch.Tensor):
         return f"StoredTensor({self.array!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _plain(value: Any) -> Any:
+def _materialized(value: Any) -> Any:
     return value.read() if isinstance(value, StoredTensor) else value
 
 
-def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on copies of the values, and write changed ones back."""
+def _run_on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on copies of the values, and write back those it changed."""
     copies: dict[int, tuple[StoredTensor, torch.Tensor]] = {}
 
     def copy_of(value: Any) -> Any:
@@ -265,10 +265,10 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return copies[id(value)][1]
 
     result = func(*tree_map(copy_of, args), **tree_map(copy_of, kwargs))
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written = given.get(argument.name)
+            written = named.get(argument.name)
             for value in written if isinstance(written, list | tuple) else [written]:
                 if isinstance(value, StoredTensor):
                     value.write(copies[id(value)][1])

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from zstore.checkpoint.retention import Keep
 from zstore.engine.config.config import Config, load_config
-from zstore.engine.config.keys import answer_type, known_keys
+from zstore.engine.config.keys import auto_value_type, known_keys
 from zstore.engine.config.optimizers import WarmupLRParams
-from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, read_answers, solve_batch
+from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, read_auto_values, solve_batch
 from zstore.engine.config.sections import ConfigSections
 from zstore.engine.plan.plan import store_options
 from zstore.errors import ConfigError, UsageError
@@ -19,7 +19,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
 _ADAM: dict[str, Any] = {"lr": 2e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
 _ANSWERS = {f"optimizer.params.{name}": value for name, value in _ADAM.items()} | {"train_micro_batch_size_per_gpu": 3}
 _ANSWERS |= {"scheduler.params.warmup_min_lr": 0.0, "scheduler.params.warmup_num_steps": 7}
-CALLER = ResolveContext(world_size=2, hidden_size=64, native=("bf16",), answers=_ANSWERS)
+CALLER = ResolveContext(world_size=2, hidden_size=64, native=("bf16",), auto_values=_ANSWERS)
 SMALL = st.integers(1, 40)
 _PLAIN = {"amsgrad": False, "maximize": False}
 
@@ -85,14 +85,14 @@ def test_what_has_no_default_is_named_all_at_once_with_how_to_answer() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(decay).resolve(ResolveContext(world_size=2))
     assert str(caught.value).startswith("config: 2 problems:")
-    assert 'total_num_steps: "auto" has no default; write a number, or pass' in str(caught.value)
+    assert 'total_num_steps: "auto" has no default; set a number, or pass' in str(caught.value)
     assert 'initialize(..., auto={"scheduler.params.total_num_steps": ...})' in str(caught.value)
 
 
 def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
     path = CONFIGS[0].parent / "zero3_nvme_everything.json"
-    answers = read_answers({"train_batch_size": 4})
-    config = load_config(path).resolve(ResolveContext(world_size=2, answers=answers))
+    auto_values = read_auto_values({"train_batch_size": 4})
+    config = load_config(path).resolve(ResolveContext(world_size=2, auto_values=auto_values))
     assert config.batch == BatchSizes(train_batch_size=4, micro_batch_size=2, accumulation_steps=1)
     arguments = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     assert (config.settings.optimizer.kind, config.settings.optimizer.arguments()) == ("AdamW", arguments | _PLAIN)
@@ -115,25 +115,25 @@ def test_answers_may_be_dotted_or_nested_in_any_spelling() -> None:
         "zero_optimization.prefetch_bucket_size": 1e6,
         "scheduler.params": {"total_num_steps": 5},
     }
-    assert read_answers(nested) == {
+    assert read_auto_values(nested) == {
         "optimizer.params.lr": 1.0,
         "optimizer.params.betas": (0.5, 0.6),
         "bf16.enabled": True,
         "zero_optimization.stage3_prefetch_bucket_size": 1_000_000,
         "scheduler.params.total_num_steps": 5,
     }
-    assert read_answers(None) == {}
+    assert read_auto_values(None) == {}
 
 
 def test_every_key_that_may_be_auto_can_be_answered() -> None:
     values: list[Any] = [1, True, [0.5, 0.5]]
-    keys = {path for path, field in known_keys(ConfigSections) if answer_type(field) is not None}
+    keys = {path for path, field in known_keys(ConfigSections) if auto_value_type(field) is not None}
     assert len(keys) > 15
     for key in keys:
         accepted = []
         for value in values:
             with contextlib.suppress(ConfigError):
-                accepted.append(read_answers({key: value}))
+                accepted.append(read_auto_values({key: value}))
         assert accepted, key
         assert list(accepted[0]) == [key]
 
@@ -157,12 +157,12 @@ def test_every_key_that_may_be_auto_can_be_answered() -> None:
 )
 def test_wrong_answers_to_auto_are_refused(auto: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=r"^initialize\(auto=\.\.\.\): " + message):
-        read_answers(auto)
+        read_auto_values(auto)
 
 
 def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
-    answers = read_answers({"optimizer.params.lr": 1.0, "train_batch_size": 9, "bf16.enabled": True})
-    config = resolved({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, answers=answers)
+    auto_values = read_auto_values({"optimizer.params.lr": 1.0, "train_batch_size": 9, "bf16.enabled": True})
+    config = resolved({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, auto_values=auto_values)
     rate = config.settings.optimizer.arguments()["lr"]
     assert (rate, config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
 
@@ -170,12 +170,12 @@ def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
 def test_answers_that_contradict_are_refused() -> None:
     auto = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
     with pytest.raises(ConfigError, match=r"^config: fp16\.enabled and bf16\.enabled: both are true"):
-        resolved(auto, answers={"fp16.enabled": True, "bf16.enabled": True})
-    assert resolved(auto, answers={"fp16.enabled": True}).precision == "fp16"
-    assert resolved(auto, answers={"fp16.enabled": False, "bf16.enabled": False}).precision == "fp32"
+        resolved(auto, auto_values={"fp16.enabled": True, "bf16.enabled": True})
+    assert resolved(auto, auto_values={"fp16.enabled": True}).precision == "fp16"
+    assert resolved(auto, auto_values={"fp16.enabled": False, "bf16.enabled": False}).precision == "fp32"
     sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
     with pytest.raises(ConfigError, match="train_batch_size 5 is not a multiple of"):
-        resolved(sizes, answers={"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2})
+        resolved(sizes, auto_values={"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2})
 
 
 @pytest.mark.parametrize(
@@ -296,8 +296,8 @@ def test_the_batch_sizes_that_an_error_proposes_work(train: int, micro: int, wor
     [
         ({}, r'add "train_micro_batch_size_per_gpu": 1 .*or "train_batch_size": 4'),
         ({"gradient_accumulation_steps": 3}, r'or "train_batch_size": 12'),
-        ({"train_batch_size": 10}, r"train_batch_size 10 is not a multiple of .*world size 4 = 4; .*works: 8 or 12"),
-        ({"train_batch_size": 2}, r"the nearest that works: 4$"),
+        ({"train_batch_size": 10}, r"train_batch_size 10 is not a multiple of .*world size 4 = 4; .*value: 8 or 12"),
+        ({"train_batch_size": 2}, r"the nearest valid value: 4$"),
         (
             {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
             r"32 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 2 x world size 4 = 16",
@@ -320,7 +320,7 @@ def test_bad_batch_sizes(config: dict[str, Any], message: str) -> None:
     ],
 )
 def test_batch_keys_that_are_auto_or_absent(config: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    answers = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
-    context = ResolveContext(world_size=2, answers=answers)
+    auto_values = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    context = ResolveContext(world_size=2, auto_values=auto_values)
     sizes = load_config(config).resolve(context).batch
     assert (sizes.train_batch_size, sizes.micro_batch_size, sizes.accumulation_steps) == expected

@@ -16,7 +16,7 @@ import zstore
 from docs.config_docs import END, all_keys, mark, missing_keys, updated
 from zstore.engine.build.store import store_key
 from zstore.engine.config.config import add_config_arguments, load_config
-from zstore.engine.config.keys import Status, about, known_keys, section_of
+from zstore.engine.config.keys import Status, known_keys, section_of, status_of
 from zstore.engine.config.optimizers import ALIASES, OPTIMIZERS
 from zstore.engine.config.parse import explain, load_jsonc
 from zstore.engine.config.resolve import ResolveContext
@@ -36,9 +36,9 @@ def test_offload_param_below_stage_3_is_reported_and_ignored(stage: int, device:
     config = load_config({"train_batch_size": 1, "zero_optimization": zero})
     (notice,) = config.notices
     assert str(notice).startswith(
-        "zero_optimization.offload_param: not built: parameters are offloaded at stage 3 only"
+        "zero_optimization.offload_param: not implemented: parameters are offloaded at stage 3 only"
     )
-    assert f"At stage {stage} they stay whole" in notice.message
+    assert f"At stage {stage} they stay unsharded" in notice.message
     zero["offload_param"]["nvme_path"] = "/local_nvme"
     for loaded in (config, load_config({"train_batch_size": 1, "zero_optimization": zero})):
         resolved = loaded.resolve(ResolveContext(world_size=1))
@@ -64,7 +64,7 @@ def test_every_optimizer_of_the_engine_has_a_name_and_arguments_of_its_own() -> 
     assert rules.keys() - {"MuonWithAdam"} == OPTIMIZERS.keys()
     for name, params in OPTIMIZERS.items():
         stepper = rules[name].stepper
-        assert (params.whole_tensors, params.keeps_whole) == (stepper is not None, stepper is OneBitStep)
+        assert (params.whole_tensors, params.replicates_state) == (stepper is not None, stepper is OneBitStep)
     for name, usual in {**ALIASES, **{kind.upper(): kind for kind in OPTIMIZERS}}.items():
         config = load_config({"optimizer": {"type": name}})
         assert config.settings.optimizer.type == usual
@@ -204,7 +204,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 KEYS = [
     key.partition(".")[2]
     for key, field in known_keys(ConfigSections)
-    if key.startswith("zero_optimization.") and section_of(field) is None and about(field)[0] is Status.BUILT
+    if key.startswith("zero_optimization.") and section_of(field) is None and status_of(field)[0] is Status.ACTIVE
 ]
 ACTING = [key for key in KEYS if key != "stage"]
 
@@ -231,7 +231,7 @@ def test_a_key_acts_at_its_stages_alone_and_is_told_of_at_others(key: str, stage
             load_config(config)
         told = str(raised.value)
     else:
-        assert (status == "acts") is acts, status
+        assert (status == "active") is acts, status
         told = " ".join(load_config(config).report())
     if acts:
         assert not problems
@@ -261,9 +261,9 @@ def test_the_document_is_up_to_date() -> None:
 def test_every_key_is_in_a_table_of_those_that_act_or_of_those_that_do_not() -> None:
     rows = [line for line in all_keys().splitlines() if line.startswith("| `")]
     assert {line.replace("\\|", "").count("|") for line in rows} == {5}
-    acting, others = re.findall(r"^(?:## |\| `)(?:[\w.]+\.)?(\w+)", all_keys(), re.MULTILINE), missing_keys()
+    active_values, others = re.findall(r"^(?:## |\| `)(?:[\w.]+\.)?(\w+)", all_keys(), re.MULTILINE), missing_keys()
     for path, _ in known_keys(ConfigSections):
-        assert path.rpartition(".")[2] in acting or f"`{path}`" in others, path
+        assert path.rpartition(".")[2] in active_values or f"`{path}`" in others, path
 
 
 def test_the_command_writes_it(tmp_path: Path) -> None:
@@ -290,10 +290,10 @@ def test_every_key_that_acts_is_read() -> None:
     """No key acts in its documentation alone: each that is said to act is read somewhere in the product."""
     paths = [*SOURCES.rglob("*.py"), *(SOURCES / "engine").rglob("*.py"), *(SOURCES / "tools").rglob("*.py")]
     read = set(re.findall(r"\.([a-z]\w+)\b", "\n".join(path.read_text(encoding="utf-8") for path in paths)))
-    acting = [
+    active_values = [
         path
         for path, field in known_keys(ConfigSections)
-        if section_of(field) is None and about(field)[0] is Status.BUILT and not path.startswith(GIVEN_WHOLE)
+        if section_of(field) is None and status_of(field)[0] is Status.ACTIVE and not path.startswith(GIVEN_WHOLE)
     ]
-    assert len(acting) > 50
-    assert {path for path in acting if path.rpartition(".")[2] not in read} == set()
+    assert len(active_values) > 50
+    assert {path for path in active_values if path.rpartition(".")[2] not in read} == set()

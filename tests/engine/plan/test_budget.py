@@ -165,7 +165,7 @@ def test_the_budget_that_an_error_names_is_enough(optimizer: str, tmp_path: Path
     config = make_config(str(tmp_path), zero={"offload_optimizer": {"device": optimizer, "nvme_path": str(tmp_path)}})
     with pytest.raises(BudgetError) as raised:
         zstore.initialize(model=build_model("gpt-tiny", 16), config=config | {"zstore": {"host_budget_bytes": 300_000}})
-    found = re.search(r"to at least (\d+) for each rank", str(raised.value))
+    found = re.search(r"to at least (\d+) per rank", str(raised.value))
     config |= {"zstore": {"host_budget_bytes": int(found[1])}}
     zstore.initialize(model=build_model("gpt-tiny", 16), config=config)[0].close()
 
@@ -173,7 +173,7 @@ def test_the_budget_that_an_error_names_is_enough(optimizer: str, tmp_path: Path
 def test_the_plan_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="zstore"):
         zstore.initialize(model=build_model("gpt-tiny", 16), config=make_config(str(tmp_path)))[0].close()
-    printed = [record.message for record in caplog.records if "where the state is kept" in record.message]
+    printed = [record.message for record in caplog.records if "placement of the state" in record.message]
     assert len(printed) == 1
     assert "disk" in printed[0]
     assert "not counted" in printed[0]
@@ -193,7 +193,7 @@ def two_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, P
 
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr(placing, "_drive_of", lambda path: folders.index(folder_of(path)))
+    monkeypatch.setattr(placing, "_device_id", lambda path: folders.index(folder_of(path)))
     monkeypatch.setattr(
         "zstore.engine.plan.run.shutil.disk_usage",
         lambda path: SimpleNamespace(free=free.get(folder_of(path), 1 << 40)),

@@ -14,7 +14,7 @@ from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import Plan, find_needs, placement_settings
 from zstore.engine.plan.run import shapes_of_model, units_of_model
 from zstore.testing.ranks import run_ranks
-from zstore.tools.sample import SHIPPED, Gpt, build_model
+from zstore.tools.sample import BUILT_IN_MODELS, Gpt, build_model
 
 
 def _config(stage: int, tier: str, precision: str, nvme: str, own: str = "none", **keys: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_planned_bytes_are_those_that_the_engine_counts(world_size: int, which: 
 
 def test_a_model_without_memory_gives_the_same_needs() -> None:
     with torch.device("meta"):
-        empty = Gpt(SHIPPED["gpt-tiny"])
+        empty = Gpt(BUILT_IN_MODELS["gpt-tiny"])
     model = build_model("gpt-tiny", 16)
     assert shapes_of_model(empty) == shapes_of_model(model)
     units = units_of_model(empty)

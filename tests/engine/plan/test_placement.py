@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstore.engine.plan.placement import fill_device, make_plan, spread_turn
+from zstore.engine.plan.placement import fill_device, make_plan, spread_key
 from zstore.engine.plan.plan import FP32, Need, PlacementSettings, Places, Plan, describe
 from zstore.engine.plan.run import check_device
 from zstore.engine.plan.schedule import PrefetchLimits, Recorder, Schedule, Use, make_schedule
@@ -41,9 +41,9 @@ EIGHT = {f"{i}.weight": need((512, 512)) for i in range(8)}
         ({}, ("device", "device", "device"), 2),
         ({"optimizer": "cpu", "parameters": "cpu"}, ("host", "host", "host"), 2),
         ({"optimizer": "nvme", "parameters": "nvme"}, ("disk", "disk", "host"), 2),
-        ({"optimizer": "nvme", "holds_gradients": False}, ("disk", "device", "device"), 0),  # nobody waits for them
-        ({"optimizer": "nvme", "holds_gradients": None}, ("disk", "device", "host"), 2),
-        ({"holds_gradients": None}, ("device", "device", "device"), 0),  # an update in the backward frees them
+        ({"optimizer": "nvme", "stores_gradients": False}, ("disk", "device", "device"), 0),  # nobody waits for them
+        ({"optimizer": "nvme", "stores_gradients": None}, ("disk", "device", "host"), 2),
+        ({"stores_gradients": None}, ("device", "device", "device"), 0),  # an update in the backward frees them
     ],
 )
 def test_without_a_budget(keys: dict[str, Any], places: tuple[str, str, str], gradient_bytes: int) -> None:
@@ -87,7 +87,7 @@ def test_a_frozen_parameter_has_no_gradient_and_no_state_and_is_only_read() -> N
     plan = make_plan({"a": need((512, 512), slots=None)}, settings)
     assert plan.held_total.total == plan.held["parameters"].disk == 2 * 512 * 512
     assert plan.written_bytes == 0
-    read = f"each forward of the machine's ranks (1) reads about {format_bytes(plan.read_bytes)} from disk"
+    read = f"each forward of this machine's ranks (1) reads about {format_bytes(plan.read_bytes)} from disk"
     assert plan.read_bytes > 0
     assert describe(plan).splitlines()[2] == f"  {read}"
 
@@ -127,7 +127,7 @@ def test_cpu_that_does_not_fit_is_refused_with_numbers_and_advice() -> None:
 def test_a_budget_that_cannot_hold_the_buffers_or_a_piece_beside_them_is_refused() -> None:
     with pytest.raises(BudgetError, match=r"2097152 of transfer buffers.*raise `host_budget_bytes` [^,]+$"):
         make_plan(EIGHT, PlacementSettings(optimizer="nvme", budget_bytes=MB, buffer_bytes=2 * MB))
-    with pytest.raises(BudgetError, match="one piece larger than the buffers"):
+    with pytest.raises(BudgetError, match="a piece larger than the buffers"):
         make_plan(EIGHT, PlacementSettings(optimizer="nvme", budget_bytes=4096, buffer_bytes=4096))
 
 
@@ -156,7 +156,7 @@ def test_the_description_is_each_place_the_budget_and_what_a_step_moves() -> Non
         == "  device: 15.20 MB: parameters 4.19 MB, gradients 1.57 MB, master 3.15 MB, exp_avg 3.15 MB, exp_avg_sq 3.15 MB"
     )
     read, written = (format_bytes(2 * nbytes) for nbytes in (plan.read_bytes, plan.written_bytes))
-    assert text[5] == f"  each step of the machine's ranks (2) reads about {read} from disk and writes {written}"
+    assert text[5] == f"  each step of this machine's ranks (2) reads about {read} from disk and writes {written}"
     assert f"their files take {format_bytes(2 * plan.file_bytes)}, " in text[6]
     plain = describe(make_plan(EIGHT, PlacementSettings())).splitlines()
     assert [line.partition(":")[0].strip() for line in plain[1:]] == ["device", "not counted"]
@@ -192,7 +192,7 @@ ASKED = st.builds(
     ratio=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     max_in_cpu_numel=st.none() | st.integers(0, 600_000),
     buffer_bytes=st.sampled_from([0, 1 << 20, 4 << 20]),
-    holds_gradients=st.booleans(),
+    stores_gradients=st.booleans(),
     accumulation_steps=st.integers(1, 3),
 )
 
@@ -220,7 +220,7 @@ def test_every_byte_is_placed_once(needs: dict[str, Need], keys: PlacementSettin
         assert budget < roomy.held_total.total + 64 * 6 * len(needs) + 16 * MB
         return
     assert list(plan.placements) == list(needs)
-    expected = sum(expected_total(one, plan.placements[name], keys.holds_gradients) for name, one in needs.items())
+    expected = sum(expected_total(one, plan.placements[name], keys.stores_gradients) for name, one in needs.items())
     assert plan.held_total.total == expected + keys.buffer_bytes
     assert plan.held_total.host <= plan.budget_used_bytes <= plan.budget_full_bytes
     assert budget is None or plan.budget_used_bytes <= budget
@@ -258,7 +258,7 @@ def test_the_ratio_holds_within_one_parameter(needs: dict[str, Need], keys: Plac
 
 @given(count=st.integers(1, 400), first=st.integers(1, 400))
 def test_what_comes_first_is_spread_over_the_model(count: int, first: int) -> None:
-    taken = sorted(range(count), key=spread_turn)[: min(first, count)]
+    taken = sorted(range(count), key=spread_key)[: min(first, count)]
     for half in (range(count // 2), range(count // 2, count)):
         share = len([place for place in taken if place in half]) / len(taken)
         assert abs(share - len(half) / count) <= 0.1 + 2 / len(taken)
@@ -271,7 +271,7 @@ def test_planned_bytes_are_those_of_a_store(world: int, rank: int, budget: int |
     needs = {name: need(shape, world=world, rank=rank) for name, shape in shapes.items()}
     options = StoreOptions(run_path=nvme, host_budget_bytes=budget)
     keys = PlacementSettings(
-        optimizer="nvme", budget_bytes=budget, buffer_bytes=options.pool_bytes, holds_gradients=False
+        optimizer="nvme", budget_bytes=budget, buffer_bytes=options.pool_bytes, stores_gradients=False
     )
     plan = make_plan(needs, keys)
     groups = []
@@ -313,12 +313,12 @@ def traces(draw: st.DrawFn) -> Trace:
     numel = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
     uses: list[Use] = []
     for number in range(draw(st.integers(0, 14))):
-        free = [u for u in range(len(numel)) if all(use.unit != u or use.last < number for use in uses)]
+        free = [u for u in range(len(numel)) if all(use.unit != u or use.last_started < number for use in uses)]
         if not free:
             break
         uses.append(Use(draw(st.sampled_from(free)), number + draw(st.integers(0, 3))))
     last = len(uses) - 1
-    return Trace([Use(use.unit, min(use.last, last)) for use in uses], numel)
+    return Trace([Use(use.unit, min(use.last_started, last)) for use in uses], numel)
 
 
 limits_of = st.builds(
@@ -348,7 +348,7 @@ def simulate(trace: Trace, schedule: Schedule, limits: PrefetchLimits) -> list[i
 
     start(0)
     for number, use in enumerate(uses):
-        for done in [other for other in in_use if uses[other].last < number]:
+        for done in [other for other in in_use if uses[other].last_started < number]:
             if schedule.keep[done]:
                 kept.add(in_use[done])
             del in_use[done]
@@ -363,7 +363,7 @@ def simulate(trace: Trace, schedule: Schedule, limits: PrefetchLimits) -> list[i
 
 def in_use_alone(trace: Trace) -> list[int]:
     return [
-        sum(trace.numel[use.unit] for first, use in enumerate(trace.uses) if first <= number <= use.last)
+        sum(trace.numel[use.unit] for first, use in enumerate(trace.uses) if first <= number <= use.last_started)
         for number in range(len(trace.uses))
     ]
 
@@ -377,7 +377,7 @@ def test_a_schedule_stays_within_its_limits(trace: Trace, limits: PrefetchLimits
     for number, use in enumerate(trace.uses):
         if schedule.keep[number]:
             again = next(n for n in range(number + 1, len(trace.uses)) if trace.uses[n].unit == use.unit)
-            assert sum(trace.numel[u.unit] for u in trace.uses[use.last + 1 : again]) <= limits.reuse_numel
+            assert sum(trace.numel[u.unit] for u in trace.uses[use.last_started + 1 : again]) <= limits.reuse_numel
 
 
 def layers(count: int) -> list[Use]:
@@ -412,11 +412,11 @@ def test_a_recorder_tells_a_repetition_from_another_order(trace: Trace, limits: 
         followed = []
         open_: list[tuple[int, Use]] = []
         for number, use in enumerate(order):
-            for _, done in [(n, u) for n, u in open_ if u.last < number]:
+            for _, done in [(n, u) for n, u in open_ if u.last_started < number]:
                 recorder.end_use(done.unit)
-            open_ = [(n, u) for n, u in open_ if u.last >= number]
+            open_ = [(n, u) for n, u in open_ if u.last_started >= number]
             recorder.begin_use(use.unit)
-            followed.append(recorder.follows)
+            followed.append(recorder.on_schedule)
             open_.append((number, use))
         return recorder.end(), followed
 

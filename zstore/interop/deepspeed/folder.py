@@ -1,10 +1,10 @@
-"""Which files a DeepSpeed checkpoint consists of, and which checkpoint a path means.
+"""The files of a DeepSpeed checkpoint, and which checkpoint a path refers to.
 
 [Note: the folders]
-`<root>/latest` has the tag, `<root>/<tag>/` the files: model states, one file at stages 0 to 2 and one for each rank at
-stage 3; optimizer states, one file for each rank, none at stage 0 (except with bf16); `offloaded_tensors/rank<NN>/`, tensors
-from NVMe; `zero/<parameter>/fp32.pt` and its like, if the folder is a universal one (then the root has
-`latest_universal`). A trainer's `checkpoint-<N>/` is such a root.
+`<root>/latest` has the tag, `<root>/<tag>/` the files: model states, one file at stages 0 to 2 and one per rank at stage 3;
+optimizer states, one file per rank, none at stage 0 (except with bf16); `offloaded_tensors/rank<NN>/`, tensors from NVMe;
+`zero/<parameter>/fp32.pt` and similar files in a universal checkpoint (then the root has `latest_universal`). A trainer's
+`checkpoint-<N>/` is such a root.
 Source: deepspeed/runtime/engine.py and deepspeed/checkpoint/ds_to_universal.py of 0.19.
 """
 
@@ -29,14 +29,14 @@ _PARALLEL = {
 }
 _KINDS = (_MODEL, _OPTIMIZER, *_PARALLEL.values())
 MODEL_STATES = "mp_rank_00_model_states.pt"
-"""The file of all model states, at stages 1 and 2."""
+"""The file with all model states, at stages 1 and 2."""
 _MAX_HINT_BYTES = 4096
 _MAX_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFiles:
-    """The files of one checkpoint. See [Note: the folders]."""
+    """The files of a checkpoint. See [Note: the folders]."""
 
     path: Path
     model: dict[int, Path]
@@ -44,30 +44,30 @@ class CheckpointFiles:
     optimizer: dict[int, Path]
     """Optimizer states by rank."""
     universal: dict[str, Path]
-    """Each parameter's folder of a universal folder, and `optimizer_state.pt`."""
+    """In a universal checkpoint, the folder of each parameter, and `optimizer_state.pt`."""
     offloaded: dict[int, dict[str, Path]]
-    """Tensors from NVMe: files by rank and name."""
+    """Files of tensors from NVMe, by rank and name."""
 
 
 def find(location: Path, tag: str | None) -> CheckpointFiles | None:
-    """Return the checkpoint that `location` and `tag` mean: a tag's folder, or the root above; None for none of DeepSpeed.
+    """Return the checkpoint that `location` (a tag's folder, or the root) and `tag` select; None if it is not DeepSpeed's.
 
-    Without a tag it is the one in `latest`, or `latest_universal`, or the highest step's. Raises CheckpointNotFoundError
-    naming the existing tags, CheckpointMismatchError for parallel layouts that are not read, CorruptionError.
+    Without a tag, `latest` or `latest_universal` names it, else it has the highest step. Raises CheckpointNotFoundError
+    naming the existing tags, CheckpointMismatchError for unsupported parallel layouts, CorruptionError.
     """
     if _is_checkpoint(location):
         return _files(location) if tag in (None, location.name) else None
     tags = sorted((name for name in _names(location) if _is_checkpoint(location / name)), key=natural_key)
     if not tags:
         return None
-    wanted = tag or _hinted(location) or tags[-1]
-    if wanted not in tags:
-        named = "" if tag is not None else ", which `latest` names"
+    selected = tag or _tag_in_latest(location) or tags[-1]
+    if selected not in tags:
+        source = "" if tag is not None else ", which `latest` names"
         existing = ", ".join(map(repr, tags[-_MAX_LISTED:]))
         raise CheckpointNotFoundError(
-            f"{location} has no checkpoint with the tag {wanted!r}{named}; it has the DeepSpeed tags {existing}"
+            f"{location} has no checkpoint with the tag {selected!r}{source}; it has the DeepSpeed tags {existing}"
         )
-    return _files(location / wanted)
+    return _files(location / selected)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -81,8 +81,8 @@ def _names(path: Path) -> list[str]:
         return []
 
 
-def _hinted(root: Path) -> str | None:
-    """Return the tag that the root's hint names, if any."""
+def _tag_in_latest(root: Path) -> str | None:
+    """Return the tag in the root's file `latest` or `latest_universal`, if there is one."""
     path = next((path for path in (root / "latest", root / "latest_universal") if path.is_file()), None)
     if path is None:
         return None
@@ -92,17 +92,17 @@ def _hinted(root: Path) -> str | None:
         return tag_text(text.decode().strip())
     except (UnicodeDecodeError, UsageError) as error:
         raise CorruptionError(
-            f"{path} does not name a tag, but has {text[:60]!r}: give the tag's folder instead"
+            f"{path} does not name a tag, but has {text[:60]!r}: pass the tag's folder instead"
         ) from error
 
 
 def _files(path: Path) -> CheckpointFiles:
     names = _names(path)
-    for what, kind in _PARALLEL.items():
-        if found := [name for name in names if kind.match(name)]:
-            raise refusal(path, what, f"{found[0]} and {len(found) - 1} more files of that kind")
+    for description, kind in _PARALLEL.items():
+        if matching := [name for name in names if kind.match(name)]:
+            raise refusal(path, description, f"{matching[0]} and {len(matching) - 1} more files of that kind")
     universal = {name: path / "zero" / name for name in _names(path / "zero")}
-    if universal and MODEL_STATES in names:  # stage 3 has one more file, of the same content except the weights
+    if universal and MODEL_STATES in names:  # stage 3 has one more file, with the same content except for weights
         names = [name for name in names if name == MODEL_STATES or not _MODEL.match(name)]
     ranks: dict[int, dict[str, Path]] = {}
     for folder in (path / "offloaded_tensors").glob("rank*"):
@@ -118,38 +118,38 @@ def _files(path: Path) -> CheckpointFiles:
 
 
 def _by_rank(path: Path, names: list[str], kind: re.Pattern[str]) -> dict[int, Path]:
-    found: dict[int, Path] = {}
+    files: dict[int, Path] = {}
     for name in names:
         if (match := kind.match(name)) is None:
             continue
-        if (rank := int(match[1] or 0)) in found:
+        if (rank := int(match[1] or 0)) in files:
             raise CorruptionError(
-                f"{path} has two files of rank {rank}, {found[rank].name} and {name}: two runs saved into it; remove the "
+                f"{path} has two files of rank {rank}, {files[rank].name} and {name}: two runs saved to it; remove the "
                 "files of one"
             )
-        found[rank] = path / name
-    return found
+        files[rank] = path / name
+    return files
 
 
-def refusal(where: str | Path, what: str, why: str) -> CheckpointMismatchError:
-    """Return the error for a parallel layout, in which no single file describes a tensor."""
+def refusal(label: str | Path, description: str, why: str) -> CheckpointMismatchError:
+    """Return the error for a parallel layout, in which no single file describes a whole tensor."""
     return CheckpointMismatchError(
-        f"{where} is a {what} checkpoint of DeepSpeed ({why}), which is not read: the ranks have parts of tensors, and how "
-        "they fit together is known to the program that trained. Export its weights with that program, as Hugging Face "
+        f"{label} is a {description} checkpoint of DeepSpeed ({why}), which is not supported: the ranks have parts of tensors, "
+        "and only the training program knows how they fit together. Export its weights with that program, as Hugging Face "
         "safetensors, and start from those"
     )
 
 
-def check_ranks(folder: CheckpointFiles, files: dict[int, Path], world_size: int, what: str) -> None:
-    """Raise CorruptionError unless there is one file for each of `world_size` ranks."""
+def check_ranks(folder: CheckpointFiles, files: dict[int, Path], world_size: int, description: str) -> None:
+    """Raise CorruptionError unless there is one file per rank."""
     missing = [str(rank) for rank in range(min(world_size, 2**20)) if rank not in files]
     if missing:
         raise CorruptionError(
-            f"{folder.path}: {what} of {len(missing)} of {world_size} ranks are missing (ranks "
+            f"{folder.path}: {description} of {len(missing)} of {world_size} ranks are missing (ranks "
             f"{listed(missing, _MAX_LISTED)}): not every rank saved, or their files are on other machines; copy them here"
         )
     if len(files) > world_size:
         raise CorruptionError(
-            f"{folder.path} has {what} of {len(files)} ranks, but {world_size} trained: some are from another save; remove "
-            "those"
+            f"{folder.path} has {description} of {len(files)} ranks, but {world_size} trained: some are from another save; "
+            "remove those"
         )

@@ -1,8 +1,8 @@
 """A DeepSpeed checkpoint as named arrays. No torch.
 
 [Note: which value a parameter has]
-`model/<name>` is the master if the optimizer has one, otherwise the parameter of the model states: for frozen parameters, and
-without an optimizer. Tied parameters are stored once, under the name that is first in the model.
+`model/<name>` is the master if the optimizer has one, otherwise (for frozen parameters, or without an optimizer) the parameter
+in the model states. Tied parameters are stored once, under the name that comes first in the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .progress import Progress
 from .states import StateReader
 from .values import MASTER, Elements, Fields, MemoryPart, States, buffer_names, shapes_of, table_of, tensor_of
 
-_ALWAYS_LOST = "the states of random number generators"
+_NEVER_CONVERTED = "the states of random number generators"
 
 
 def open_deepspeed(
@@ -31,15 +31,15 @@ def open_deepspeed(
 ) -> DeepSpeedSource | None:
     """Open the DeepSpeed checkpoint that `location` and `tag` select; None if it is not DeepSpeed's.
 
-    Raises CheckpointNotFoundError, CorruptionError if it is damaged or incomplete, CheckpointMismatchError for a layout
-    or an object that is not read.
+    Raises CheckpointNotFoundError, CorruptionError if it is damaged or incomplete, CheckpointMismatchError for an
+    unsupported layout or object.
     """
     folder = find(Path(location), tag)
     return None if folder is None else DeepSpeedSource(folder, resources)
 
 
 class DeepSpeedSource(ForeignSource):
-    """An open checkpoint of DeepSpeed. See [Note: which value a parameter has]."""
+    """An open DeepSpeed checkpoint. See [Note: which value a parameter has]."""
 
     def __init__(self, folder: CheckpointFiles, resources: IoResources | None = None) -> None:
         files = Files(direct=False)
@@ -57,14 +57,14 @@ class DeepSpeedSource(ForeignSource):
             self._add(name, value.shape, Elements([part]))
         super().__init__(folder.path, record, self._specs.values(), resources, files)
         self.kind = _kind(folder, states, progress)
-        self.notes = (*progress.notes, _ALWAYS_LOST)
+        self.notes = (*progress.notes, _NEVER_CONVERTED)
 
     def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
-        itemsize, done = self._specs[name].itemsize, 0
+        itemsize, offset = self._specs[name].itemsize, 0
         for part, low, high in self._elements[name].pieces(first, stop):
             size = (high - low) * itemsize
-            part.read(self._files, low, high, out[done : done + size])
-            done += size
+            part.read(self._files, low, high, out[offset : offset + size])
+            offset += size
 
     def _add(self, name: str, shape: tuple[int, ...], elements: Elements, aliases: tuple[str, ...] = ()) -> None:
         try:
@@ -98,38 +98,38 @@ class DeepSpeedSource(ForeignSource):
             self._add_frozen_fragments(states.world_size, other_names)
 
     def _add_frozen_fragments(self, world_size: int, aliases: Mapping[str, tuple[str, ...]]) -> None:
-        found = self._model.get("frozen_param_shapes")
-        if not found:
+        shapes = self._model.get("frozen_param_shapes")
+        if not shapes:
             return
         check_ranks(self._folder, self._folder.model, world_size, "model states")
         others = [Fields.load(self._folder.model[rank]) for rank in range(1, world_size)]
         ranks = [model.fields("frozen_param_fragments") for model in (self._model, *others)]
-        for name, shape in shapes_of(found, f"{self._model.where}: frozen_param_shapes").items():
-            parts = [tensor_of(rank.get(name), f"{rank.where}: {name[:200]!r}") for rank in ranks]
-            cut = -(-math.prod(shape) // world_size)
-            if any(part.numel < min(cut, math.prod(shape) - rank * cut) for rank, part in enumerate(parts)):
+        for name, shape in shapes_of(shapes, f"{self._model.label}: frozen_param_shapes").items():
+            parts = [tensor_of(rank.get(name), f"{rank.label}: {name[:200]!r}") for rank in ranks]
+            numel, part_numel = math.prod(shape), -(-math.prod(shape) // world_size)
+            if any(part.numel < min(part_numel, numel - rank * part_numel) for rank, part in enumerate(parts)):
                 raise CorruptionError(
                     f"{self._folder.path}: the frozen parameter {name!r} has no values in the model states (it may have been "
                     "on NVMe, where DeepSpeed saves no parameters): save again without offload_param"
                 )
-            self._add(model_array(name), shape, Elements(parts, 0, cut), aliases.get(name, ()))
+            self._add(model_array(name), shape, Elements(parts, 0, part_numel), aliases.get(name, ()))
 
     def _aliases(self, tensors: Mapping[str, TorchTensor]) -> dict[str, str]:
-        """Return the names of tied parameters that are stored under another name, the first one."""
+        """Return the tied parameters that are stored under another name (their first one), with that name."""
         shared = self._model.get("shared_params")
         if isinstance(shared, dict):
             return {a: b for a, b in shared.items() if isinstance(a, str) and isinstance(b, str)}
-        first: dict[Any, str] = {}
-        names = {name: first.setdefault(value.identity, name) for name, value in tensors.items() if value.numel}
-        return {name: kept for name, kept in names.items() if kept != name}
+        first_names: dict[Any, str] = {}
+        names = {name: first_names.setdefault(value.identity, name) for name, value in tensors.items() if value.numel}
+        return {name: stored for name, stored in names.items() if stored != name}
 
 
 def _model_states(folder: CheckpointFiles) -> Fields:
-    """Return rank 0's model states. Raises CheckpointMismatchError for a layout that the file names do not show."""
+    """Return rank 0's model states. Raises CheckpointMismatchError for parallel layouts that file names do not reveal."""
     if 0 not in folder.model:
         raise CorruptionError(
             f"{folder.path} has no model states of rank 0, *_model_states.pt: it is incomplete; copy it again, also from "
-            "the machine that rank 0 ran on, or take another tag"
+            "the machine that rank 0 ran on, or use another tag"
         )
     model = Fields.load(folder.model[0])
     dims = table_of(model.get("checkpoint_parallel_dimensions"))
@@ -137,9 +137,9 @@ def _model_states(folder: CheckpointFiles) -> Fields:
         "tensor parallel": (model.get("mp_world_size"), dims.get("tp_degree")),
         "pipeline parallel": (dims.get("pp_degree"),),
     }
-    for what, found in degrees.items():
-        if degree := max((value for value in found if type(value) is int and value > 1), default=0):
-            raise refusal(folder.path, what, f"of degree {degree}")
+    for kind, values in degrees.items():
+        if degree := max((value for value in values if type(value) is int and value > 1), default=0):
+            raise refusal(folder.path, kind, f"of degree {degree}")
     if any(model.get(key) for key in ("ds_autoep_layers", "autoep_layers", "num_experts")):
         raise refusal(folder.path, "expert parallel", "its model states have experts")
     return model
