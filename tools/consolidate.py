@@ -85,9 +85,9 @@ def write_folder(
     Raises CheckpointError, naming the tensors and publishing nothing, for values that their type cannot represent.
     """
     has_peft_names = any(weight.name != weight.array.partition("/")[2] for weight in layouts[0].weights)
-    if has_peft_names and "config.json" in beside.files:
-        del beside.files["config.json"]
-        beside.skipped.append("config.json (next to it, transformers would expect the whole model)")
+    if has_peft_names and "config.json" in companions.files:
+        del companions.files["config.json"]
+        companions.skipped.append("config.json (next to it, transformers would expect the whole model)")
     with new_folder(source.resources.files, target) as folder:
         lost = write_weights(source, layouts, folder, overflow="error", advance=progress.advance)
         refuse_lost(lost, dtype)
