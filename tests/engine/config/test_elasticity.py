@@ -136,7 +136,7 @@ def test_an_invalid_world_size_has_its_own_batch_or_names_the_valid_ones(tmp_pat
         sizes(first, 5)
     with pytest.raises(ElasticityIncompatibleWorldSize, match=message):
         compute_elastic_config(first, world_size=5)
-    with pytest.raises(ConfigError, match="world sizes that can: none"):
+    with pytest.raises(ConfigError, match="valid world sizes: none"):
         sizes(config(version=0.1, min_gpus=5, max_gpus=5), 5)
     with pytest.raises(ConfigError, match="but it is missing or disabled"):
         compute_elastic_config({})
