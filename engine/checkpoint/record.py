@@ -238,7 +238,7 @@ def engine_record(training: Training) -> dict[str, Any]:
         "host_kernel": "torch" if training.state.host is None else training.state.host.name,
         "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
         "groups": [_group_settings(group) for group in training.optimizer.param_groups],
-        "loss_scale": training.scaler.state() | {"rules": training.scaler.rules()},
+        "loss_scale": training.optimizer.scaler.state() | {"rules": training.optimizer.scaler.rules()},
         "schedule": None if training.schedule is None else to_json(training.schedule.state()),
         "data_position": None if training.loader is None else training.loader.position,
     }

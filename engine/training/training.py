@@ -227,9 +227,8 @@ class Training:
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()
-            if (
-                not self.config.zero.ignore_unused_parameters and self.gradients.step.backwards
-            ):  # otherwise they were discarded
+            needs_gradients = not self.config.settings.zero_optimization.ignore_unused_parameters
+            if needs_gradients and self.gradients.step.backwards:  # otherwise they were discarded
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed)
             if prefetch:
                 self.update.read_ahead()
@@ -335,7 +334,7 @@ class Training:
         """Bring every rank's rows of resident parameters to all ranks, after their owners have changed them."""
         if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
-            all_gather_rows(self.world, resident, int(self.config.zero.allgather_bucket_size))
+            all_gather_rows(self.world, resident, int(self.config.settings.zero_optimization.allgather_bucket_size))
 
     def _count(self, *, skipped: bool) -> None:
         """Count the step and update the loss scale and the LR schedule."""
