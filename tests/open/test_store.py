@@ -214,6 +214,25 @@ def test_a_pass_frees_its_memory_without_the_cyclic_collector(tmp_path: Path, mo
             gc.enable()
 
 
+def test_a_failed_put_frees_its_value_without_the_cyclic_collector(tmp_path: Path) -> None:
+    async def fail(store: Store, value: Any) -> None:
+        with pytest.raises(BudgetError):
+            await store.put("large/w", value, tier="host")
+
+    with zstore.open_store(tmp_path, host_budget_bytes=4e6) as store:
+        gc.collect()
+        gc.disable()
+        try:
+            values = [np.zeros((2000, 1000), np.float32) for _ in range(2)]
+            refs = [weakref.ref(value) for value in values]
+            asyncio.run(fail(store, values.pop()))
+            with pytest.raises(BudgetError):
+                store.put("large/w", values.pop(), tier="host").wait()
+            until(lambda: all(ref() is None for ref in refs), "the ticket keeps its value")
+        finally:
+            gc.enable()
+
+
 def test_messages_and_results_are_readable(tmp_path: Path) -> None:
     with zstore.open_store(tmp_path / "run", host_budget_bytes=4e6) as store:
         store.put("a/w", torch.zeros(2000, 500))

@@ -65,11 +65,17 @@ class Ticket(Generic[T]):
         """Return the result; raises the operation's error, or TimeoutError after `timeout_s`."""
         if wait([self._here()], timeout_s).not_done:
             raise TimeoutError(f"the operation is not done after {timeout_s} s")
-        return self._result()
+        try:
+            return self._result()
+        finally:
+            del self  # the error's traceback would keep the future, which has the error
 
     def _result(self) -> T:
         self.mark_observed()
-        return self.future.result()
+        try:
+            return self.future.result()
+        finally:
+            del self  # see `wait`
 
     def mark_observed(self) -> None:
         """Record that the caller has the result or the error, as `wait` and `await` do."""
@@ -105,7 +111,10 @@ class Ticket(Generic[T]):
 
             self.future.add_done_callback(wake)
             yield from ended.wait().__await__()
-        return self._result()
+        try:
+            return self._result()
+        finally:
+            del self  # see `wait`
 
 
 def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
@@ -116,6 +125,7 @@ def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
     future: Future[T] = Future()
 
     def carry_out() -> None:
+        nonlocal future, operation
         if not future.set_running_or_notify_cancel():
             return
         try:
@@ -124,6 +134,8 @@ def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
             future.set_exception(error)
         else:
             future.set_result(result)
+        finally:
+            del future, operation  # see `Ticket.wait`
 
     return Ticket(future), carry_out
 
