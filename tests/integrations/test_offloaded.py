@@ -291,7 +291,7 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
                 copied(optimizer)
         refused("another run holds this folder", device="nvme", path=tmp_path, error=RunFolderError)
         state = optimizer.state_dict()
-        with pytest.raises(UsageError, match="of another model"):
+        with pytest.raises(UsageError, match="from another model"):
             optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
         entry = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
         with pytest.raises(UsageError, match="expected shape"):
