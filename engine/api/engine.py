@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from zstore.checkpoint import SaveHandle
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.io import UserPath, user_location, user_path
-from zstore.io.closing import closing_with, settle
+from zstore.io.closing import complete_or_warn, make_finalizer
 from zstore.ranks.world import World
 from zstore.weights.files import MAX_FILE_BYTES
 
@@ -128,7 +128,7 @@ class Engine(nn.Module):
             training.world.watch.report_uncaught,
         ):
             cleanup.callback(call)
-        self._finalizer: weakref.finalize[..., Any] = closing_with(self, cleanup.close)
+        self._finalizer: weakref.finalize[..., Any] = make_finalizer(self, cleanup.close)
 
     @_phase("forward", needs=("lp_params",))
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -612,7 +612,7 @@ class Engine(nn.Module):
         with self.world.calling("save"):
             if save_dir is not None:
                 state = None if client_state is None else current_state(client_state)
-                settle(self.checkpoints.wait, "the running save failed: ")
+                complete_or_warn(self.checkpoints.wait, "the running save failed: ")
                 try:
                     self.save_checkpoint(save_dir, tag, state)
                 except CheckpointExistsError as error:
@@ -621,7 +621,7 @@ class Engine(nn.Module):
                         _log.warning("%s; this one is saved as %r", error, new_tag)
                     self.save_checkpoint(save_dir, new_tag, state)
             self.wait_for_checkpoint()
-            self.world.watch.agreed = True  # no failure of the run
+            self.world.watch.error_is_shared = True  # no failure of the run
             self.journal.record_stop(stop := SystemExit(STOPPED_EXIT_CODE))
             raise stop
 

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.io import return_free_memory
-from zstore.io.closing import closing_with
+from zstore.io.closing import make_finalizer
 from zstore.io.memory import as_bytes, as_torch, dtype_name, plain_memory, torch_dtype
 from zstore.ranks.world import World
 from zstore.store import LocalShard, Store, TierName
@@ -167,7 +167,7 @@ class Builder:
         self.is_handed_over = False
         """Whether another owner closes the store."""
         self.guard = BuildingGuard()
-        self._finalizer = closing_with(self, store.close)
+        self._finalizer = make_finalizer(self, store.close)
         _builders.add(self)
 
     @property

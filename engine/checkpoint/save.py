@@ -34,7 +34,7 @@ from zstore.checkpoint import (
 from zstore.errors import UsageError
 from zstore.format import ArraySpec
 from zstore.io import is_url
-from zstore.io.closing import interrupts_wait, settle, start_threads
+from zstore.io.closing import complete_or_warn, deferred_interrupts, start_threads
 from zstore.io.memory import as_numpy, dtype_name, host_values
 from zstore.ranks.board import Board
 from zstore.remote.service import UploadPlace
@@ -96,9 +96,7 @@ class Checkpoints:
         self._journal = journal
         self._running: list[SaveHandle] = []
         """The running save, at most one: started by all ranks or by none, and given up if a rank fails."""
-        training.world.watch.when_broken.append(
-            partial(_give_up_later, self._running)
-        )  # without a reference to training
+        training.world.watch.on_broken.append(partial(_give_up_later, self._running))  # without a reference to training
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next save may link."""
         self.folder: str | None = None
@@ -206,7 +204,7 @@ class Checkpoints:
         handle: SaveHandle | None = None
         try:
             # Ctrl-C here would leave pins that no save releases, or a save without an owner.
-            with interrupts_wait():
+            with deferred_interrupts():
                 handle = start()
                 self._running.append(handle)
         except Exception as raised:
@@ -336,10 +334,10 @@ class Checkpoints:
         if self._training.config.frozen:
             options = replace(options, load_module_only=True)
         # If the update failed on any rank, the state is torn on all.
-        settle(self._training.update.wait, "the running update failed: ")
+        complete_or_warn(self._training.update.wait, "the running update failed: ")
         # The load repairs a torn state even if a save that waited for the failed update failed too.
         if self._training.update.torn:
-            settle(self.wait, "the running save failed: ")
+            complete_or_warn(self.wait, "the running save failed: ")
         else:
             self.wait()
         started = time.perf_counter()

@@ -33,7 +33,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.io import Ticket, Workers
-from zstore.io.closing import interrupts_wait
+from zstore.io.closing import deferred_interrupts
 from zstore.ranks.world import World
 
 from ..params.record import OTHER_MODES, ParameterRecord, Residency
@@ -306,7 +306,7 @@ class Update:
             return
         self.require_consistent()
         max_bytes = max(MIN_PENDING_BYTES, _MAX_PENDING_UNITS * self._gradients.largest_unit_bytes)
-        with interrupts_wait():
+        with deferred_interrupts():
             self._gradients.step.on_final = self._note_final
             self._gradients.step.arrives_in_parts = self.guard is not None and self.guard.recomputes
             take, last_read = self._take, self.tickets.last_read

@@ -473,7 +473,7 @@ def side_by_side(
             serve()
 
     with Workers(num_threads - 1, "zstore-tiles") as workers:
-        workers.run([work_alone] * num_threads, here=True)
+        workers.run([work_alone] * num_threads, in_caller=True)
 
 
 def _next(items: deque[T]) -> T | None:

@@ -85,7 +85,7 @@ ENDINGS = {
         held="first.acquire(); interrupt(); interrupt(over); first.acquire()",
         code=120,
         complete=False,
-        says="step-00000001 failed: InterruptedError: the program was interrupted once more",
+        says="step-00000001 failed: InterruptedError: the program was interrupted again",
     ),
     "SIGTERM": Ending("signal.raise_signal(signal.SIGTERM)", code=-signal.SIGTERM, complete=False),
     "os._exit": Ending("os._exit(4)", code=4, complete=False),

@@ -21,13 +21,13 @@ from zstore.checkpoint.layout import (
     encode_documents,
     encode_name,
     new_save_id,
-    own_name,
-    parse_own_name,
     parse_root,
+    parse_working_name,
     shard_file,
     step_tag,
     tag_folder,
     tag_text,
+    working_name,
 )
 from zstore.errors import CorruptionError, UsageError
 from zstore.format.arrays import ArraySpec, make_grid
@@ -206,7 +206,7 @@ def test_an_encoded_name_is_one_harmless_path_component(name: str) -> None:
     assert re.fullmatch(r"[A-Za-z0-9_~=+@,%-][A-Za-z0-9._~=+@,%-]*", encoded)
     assert len(encoded) <= 180
     assert not encoded.startswith("__")
-    assert parse_own_name(encoded) is None
+    assert parse_working_name(encoded) is None
     assert encoded.lower() not in {"zarr.json", "zstore.json", "latest", "manifest"}
 
 
@@ -239,7 +239,7 @@ def test_shard_files_have_a_coordinate_for_each_extent() -> None:
 def test_a_save_knows_its_own_names() -> None:
     save_id = new_save_id()
     assert check_save_id(save_id) == save_id
-    assert parse_own_name(own_name("a.tmp-b", "old", save_id)) == ("a.tmp-b", "old", save_id)
-    assert parse_own_name("step-00000060") is None
+    assert parse_working_name(working_name("a.tmp-b", "old", save_id)) == ("a.tmp-b", "old", save_id)
+    assert parse_working_name("step-00000060") is None
     with pytest.raises(UsageError, match="32 lower-case"):
         check_save_id("../x")

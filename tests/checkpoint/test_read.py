@@ -371,7 +371,7 @@ def test_a_name_without_a_record_is_not_whole(run: Path, caplog: pytest.LogCaptu
     (run / "one" / "zstore.json").unlink()
     with caplog.at_level(logging.WARNING, "zstore"):
         assert opened(run) == "two"
-    assert "there is no whole checkpoint 'one', so the newest is opened" in caplog.text
+    assert "there is no complete checkpoint 'one', so the newest is opened" in caplog.text
 
 
 def test_a_save_that_was_killed_before_it_replaced_latest_counts(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_arrays, wait_all
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
-from zstore.checkpoint.layout import LOCK, SET_ASIDE, new_save_id, own_name, parse_own_name
+from zstore.checkpoint.layout import LOCK, SET_ASIDE, new_save_id, parse_working_name, working_name
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.save import SaveHandle
@@ -109,7 +109,7 @@ def test_a_save_is_sent_and_leaves_nothing_here(remote: Remote, world: World) ->
         assert (verify_checkpoint(reader), reader.read_array("buffer/steps")) == ([], 7)
     assert first.url == second.url == f"{URL}/step-00000001"
     assert (remote.fs.object_path("bucket/run/latest")).read_text() == "step-00000001\n"
-    assert not any(parse_own_name(key.split("/")[2]) for key in remote.fs.objects())  # no locks, nothing set aside
+    assert not any(parse_working_name(key.split("/")[2]) for key in remote.fs.objects())  # no locks, nothing set aside
     assert list(remote.local.iterdir()) == []
     # Each rank uploads what it wrote.
     sizes = {key: size for key, size in remote.fs.objects().items() if key.startswith(TAG)}
@@ -118,7 +118,7 @@ def test_a_save_is_sent_and_leaves_nothing_here(remote: Remote, world: World) ->
     assert first.all_uploaded_bytes == sum(sizes.values()) - sizes[f"{TAG}/zarr.json"] - sizes[f"{TAG}/zstore.json"]
     # The record comes last.
     writes = [key for kind, key in remote.fs.order if kind == "write"]
-    assert parse_own_name(writes[0].split("/")[2]) is not None  # the lock
+    assert parse_working_name(writes[0].split("/")[2]) is not None  # the lock
     assert writes[-3:] == [f"{TAG}/zarr.json", f"{TAG}/zstore.json", "bucket/run/latest"]
 
 
@@ -339,7 +339,7 @@ def test_a_part_that_fails_begins_the_file_anew_and_shows_nothing_of_it(remote: 
 
 def test_remains_that_cannot_be_told_from_a_checkpoint_keep_their_lock(remote: Remote) -> None:
     save_id = new_save_id()
-    lock, aside = (f"bucket/run/{own_name('step-00000001', kind, save_id)}" for kind in (LOCK, SET_ASIDE))
+    lock, aside = (f"bucket/run/{working_name('step-00000001', kind, save_id)}" for kind in (LOCK, SET_ASIDE))
     upload_checkpoint(save_arrays(remote.local, ARRAYS, run_id="run"), URL, remote.options)
     remote.fs.put(lock, json.dumps({"host": "", "pid": 0, "run": "run", "since_s": 0}).encode())
     remote.fs.put(f"{aside}/zstore.json", remote.fs.object_path(f"{TAG}/zstore.json").read_bytes())
@@ -347,7 +347,7 @@ def test_remains_that_cannot_be_told_from_a_checkpoint_keep_their_lock(remote: R
     assert len(sweep(remote.folder, "run")) == 1
     assert lock in remote.fs.objects()
     assert sweep(remote.folder, "run") == []
-    assert not any(parse_own_name(key.split("/")[2]) for key in remote.fs.objects())
+    assert not any(parse_working_name(key.split("/")[2]) for key in remote.fs.objects())
 
 
 def test_a_cancelled_save_ends_soon(remote: Remote, world: World) -> None:

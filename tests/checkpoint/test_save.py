@@ -17,7 +17,7 @@ import pytest
 
 from tests.checkpoint.checkpoints import World, as_bytes, leavings, open_world, save_arrays, values, wait_all
 from tests.waiting import until
-from zstore.checkpoint.commit import Committer, SaveLock, owner_is_dead
+from zstore.checkpoint.commit import Committer, SaveLock, owner_has_ended
 from zstore.checkpoint.format import Record
 from zstore.checkpoint.layout import new_save_id
 from zstore.checkpoint.reader import tags
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_may_be_overwritten_but_a_foreign_folder_never(fold
     assert values(folder) == as_bytes(arrays)
     (folder / "mine").mkdir()
     (folder / "mine/thesis.txt").write_text("years")
-    with pytest.raises(CheckpointError, match="not a checkpoint of zstore: move it away"):
+    with pytest.raises(CheckpointError, match="not a zstore checkpoint: move it elsewhere"):
         save_arrays(folder, arrays, tag="mine", overwrite=True)
     assert (folder / "mine/thesis.txt").read_text() == "years"
 
@@ -113,7 +113,7 @@ def test_an_empty_folder_that_is_there_becomes_the_checkpoint(folder: Path, tmp_
     (tmp_path / "elsewhere").mkdir()
     (folder / "link").symlink_to(tmp_path / "elsewhere")
     for tag in ("hidden", "link"):
-        with pytest.raises(CheckpointError, match="not a checkpoint of zstore: move it away"):
+        with pytest.raises(CheckpointError, match="not a zstore checkpoint: move it elsewhere"):
             save_arrays(folder, arrays, tag=tag)
 
 
@@ -237,7 +237,7 @@ def test_ranks_with_different_models_are_refused(folder: Path) -> None:
         grids = {**theirs.grids, extra.name: make_grid(extra.stored_shape, 2)}
         theirs = replace(theirs, specs={**theirs.specs, extra.name: extra}, grids=grids)
         handles = [save_checkpoint(request) for request in (mine, theirs)]
-        with pytest.raises(CheckpointError, match="rank 1 saved other arrays than rank 0"):
+        with pytest.raises(CheckpointError, match="rank 1 saved different arrays than rank 0"):
             wait_all(handles)
     assert tags(folder) == []
 
@@ -296,7 +296,7 @@ def test_leavings_of_dead_saves_are_swept_and_living_ones_are_not(folder: Path) 
     living.begin()
     save_arrays(folder, arrays)
     assert leavings(folder) == sorted([living.temporary.name, living.lock_path.name])
-    living.abort("the end of the test", alone=True)
+    living.abort("the end of the test", is_only_rank=True)
     assert leavings(folder) == []
 
 
@@ -355,19 +355,19 @@ def test_a_lock_lives_as_long_as_its_process(tmp_path: Path) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
-        with owner_is_dead(path) as dead:
+        with owner_has_ended(path) as dead:
             assert not dead
         process.send_signal(signal.SIGKILL)
         process.wait()
-        with owner_is_dead(path) as dead:
+        with owner_has_ended(path) as dead:
             assert dead
     lock = SaveLock(path)
-    with owner_is_dead(path) as dead:
+    with owner_has_ended(path) as dead:
         assert not dead
     lock.release()
     lock.release()
     assert not path.exists()
-    with owner_is_dead(path) as dead:
+    with owner_has_ended(path) as dead:
         assert dead
 
 

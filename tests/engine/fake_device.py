@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zstore.io.memory import _owner
+from zstore.io.memory import _memory_owner
 from zstore.store.tiers import HostTier
 
 
@@ -99,7 +99,7 @@ class FakeDevice:
             view = former(tier, local)
             if view.size:
                 self._shards[view.ctypes.data] = view.nbytes
-                weakref.finalize(_owner(view), self._shards.pop, view.ctypes.data, None).atexit = False
+                weakref.finalize(_memory_owner(view), self._shards.pop, view.ctypes.data, None).atexit = False
             return view
 
         HostTier._allocate = allocate  # type: ignore[method-assign]

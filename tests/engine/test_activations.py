@@ -212,7 +212,7 @@ def test_errors_leave_nothing_behind(tmp_path: Path) -> None:
         assert any("activation" in note for note in raised.value.__notes__)
         files.heal()
         del raised
-        settle(engine)
+        complete_or_warn(engine)
         engine.training_state.accumulation.restart()
         engine.training_state.gradients.drop()
         engine.training_state.counters.micro_steps = 0
@@ -226,7 +226,7 @@ def test_errors_leave_nothing_behind(tmp_path: Path) -> None:
     assert not any(tmp_path.rglob("*.shard"))
 
 
-def settle(engine: Engine) -> None:
+def complete_or_warn(engine: Engine) -> None:
     def settled() -> bool:  # what is being written is let go behind that
         gc.collect()
         return not offloaded(engine).resting_bytes
@@ -259,7 +259,7 @@ def test_a_update_in_place_is_noticed_while_a_tensor_leaves(tmp_path: Path) -> N
         kept = engine(data(0))  # makes the arrays
         until(lambda: offloaded(engine).written_bytes >= offloaded(engine).kept_bytes)
         del kept
-        settle(engine)
+        complete_or_warn(engine)
         files.close_gate()
         try:
             loss = engine(data(0))

@@ -63,7 +63,7 @@ def _run(rank: int, folder: str, stage: int, where: str, what: str, mode: str) -
     """Train until a rank fails; with a step mode beside "none" everything rests on disk."""
     files = FaultyFiles()
     # Nobody needs long to answer here: the test need not wait longer.
-    reports.ABSENT_S = 1.0
+    reports.RESPONSE_TIMEOUT_S = 1.0
     keys = {"silent_rank_s": 2 if what == "stop" else 1000, "step_overlap": mode}
     own = "nvme" if mode != "none" else "none"
     config = make_config(stage, "nvme" if where == "read" else own, folder, own, zstore=keys)
@@ -187,7 +187,7 @@ def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: st
 
 
 def _dies_in_a_save(rank: int, folder: str) -> str:
-    reports.ABSENT_S, checkpointing._END_WELL_S = 1.0, 0.5  # type: ignore[assignment]
+    reports.RESPONSE_TIMEOUT_S, checkpointing._END_WELL_S = 1.0, 0.5  # type: ignore[assignment]
     held = GatedFiles("write_small", pattern="*manifest*")
     engine = start(make_config(1, zstore={"silent_rank_s": 2}), _files=held if rank == 1 else None)
     step(engine)

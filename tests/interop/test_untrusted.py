@@ -96,9 +96,9 @@ ARRAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a petabyte": (lambda d: reshape(d, [2**43, 32], [2**42, 32], [2**22, 32]), "no checksums for each"),
     "another type": (lambda d: d.update(data_type="float64"), "bytes, expected"),
     "objects": (lambda d: d.update(data_type="object"), "cannot be stored"),
-    "another codec": (lambda d: inner(d)["codecs"].append({"name": "pickle"}), "coded in a way"),
-    "a transformer": (lambda d: d.update(storage_transformers=[{"name": "x"}]), "coded in a way"),
-    "a fill value": (lambda d: d.update(fill_value=0), "coded in a way"),
+    "another codec": (lambda d: inner(d)["codecs"].append({"name": "pickle"}), "has an encoding"),
+    "a transformer": (lambda d: d.update(storage_transformers=[{"name": "x"}]), "has an encoding"),
+    "a fill value": (lambda d: d.update(fill_value=0), "has an encoding"),
 }
 
 

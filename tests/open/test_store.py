@@ -324,7 +324,7 @@ def test_a_change_that_takes_an_array_away_waits_for_earlier_checkpoints_alone(t
 
 
 def test_without_threads_calls_are_carried_out_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zstore.io.closing._started", lambda _: False)  # as at the end of the interpreter
+    monkeypatch.setattr("zstore.io.closing._try_start", lambda _: False)  # as at the end of the interpreter
     with zstore.open_store(tmp_path) as store:
         store.put("a", np.zeros(LARGE))
         store.put("a", np.ones(LARGE, np.int16))

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.checkpoint.checkpoints import World, open_world
-from zstore.checkpoint.commit import owner_document
-from zstore.checkpoint.layout import own_name, step_tag
+from zstore.checkpoint.commit import owner_json
+from zstore.checkpoint.layout import step_tag, working_name
 
 RUN = "gpt-small"
 HOSTILE_RUN = "<img src=x onerror=alert(1)>"
@@ -195,12 +195,12 @@ def train(run: SampleRun, *, steps: tuple[int, ...] = SAVE_STEPS, first_process_
 
 def leave_behind(folder: Path) -> None:
     save_id = "ab" * 16
-    lost = folder / own_name(step_tag(310), "tmp", save_id)
+    lost = folder / working_name(step_tag(310), "tmp", save_id)
     (lost / "manifest").mkdir(parents=True)
     (lost / "model").mkdir()
     (lost / "model" / "c.0").write_bytes(bytes(5000))
-    lock = folder / own_name(step_tag(310), "lock", save_id)
-    lock.write_bytes(owner_document())
+    lock = folder / working_name(step_tag(310), "lock", save_id)
+    lock.write_bytes(owner_json())
     damaged = folder / "step-00000001"
     damaged.mkdir()
     (damaged / "zstore.json").write_text('{"format":"zstore checkpoint","version":1}')

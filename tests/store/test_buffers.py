@@ -100,13 +100,13 @@ class PoolMachine(RuleBasedStateMachine):
     def nothing_overlaps(self) -> None:
         extents = self.extents()
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(extents))
-        assert self.pool.held_bytes == sum(-(-b.bytes.size // PAGE_BYTES) * PAGE_BYTES for b in self.lent)
-        assert self.pool.peak_bytes >= self.pool.held_bytes
+        assert self.pool.used_bytes == sum(-(-b.bytes.size // PAGE_BYTES) * PAGE_BYTES for b in self.lent)
+        assert self.pool.peak_bytes >= self.pool.used_bytes
 
     def teardown(self) -> None:
         for buffer in self.lent:
             buffer.release()
-        assert self.pool.held_bytes == 0
+        assert self.pool.used_bytes == 0
         with self.pool.acquire(self.pool.nbytes) as whole:
             assert whole.bytes.size == self.pool.nbytes
 
@@ -157,7 +157,7 @@ def test_requests_are_served_in_the_order_they_came() -> None:
     for number, asker in enumerate(askers):
         give_back[number].set()
         asker.wait(200)
-    assert pool.held_bytes == 0
+    assert pool.used_bytes == 0
 
 
 def test_a_request_that_is_interrupted_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_threads_that_contend_all_get_their_turn_and_nobody_shares() -> None:
     with Workers(6, "contending") as workers:
         workers.run([partial(work, seed) for seed in range(6)])
     assert failures == []
-    assert pool.held_bytes == 0
+    assert pool.used_bytes == 0
     assert pool.peak_bytes <= 8 * PAGE_BYTES + 9 * PAGE_BYTES
 
 

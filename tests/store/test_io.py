@@ -10,7 +10,7 @@ import pytest
 
 from zstore.errors import UsageError
 from zstore.io import LinkCounters, LinkStatistics
-from zstore.io.queue import IoQueue, Priority, Ticket, joined, promise, wait_all
+from zstore.io.queue import IoQueue, Priority, Ticket, combined, promise, wait_all
 
 
 class Holder:
@@ -98,7 +98,7 @@ def test_an_error_goes_to_the_ticket_and_the_threads_live_on(queue: IoQueue) -> 
 
 def test_joined_tickets_end_with_the_last_of_them() -> None:
     ends = [promise(lambda n=n: 1 // n) for n in (1, 0, 2)]
-    good, bad = joined([ends[0][0], ends[2][0]], sum), joined([ticket for ticket, _ in ends], sum)
+    good, bad = combined([ends[0][0], ends[2][0]], sum), combined([ticket for ticket, _ in ends], sum)
     ends[2][1]()
     assert not good.done()
     ends[0][1]()
@@ -106,7 +106,7 @@ def test_joined_tickets_end_with_the_last_of_them() -> None:
     assert not bad.done()
     ends[1][1]()
     assert isinstance(bad.error(), ZeroDivisionError)
-    assert joined([], len).wait() == 0
+    assert combined([], len).wait() == 0
 
 
 def test_wait_all_waits_for_all_and_raises_the_first_error(queue: IoQueue) -> None:

@@ -20,13 +20,13 @@ from zstore.errors import DiskFullError, RankError, UsageError
 from zstore.io.closing import wait_until
 from zstore.ranks import board, reports
 from zstore.ranks.board import Connections
-from zstore.ranks.reports import ABSENT_S, SAME_S, Outcome, RankReport, explain, judge
+from zstore.ranks.reports import AGREEMENT_TIMEOUT_S, RESPONSE_TIMEOUT_S, Outcome, RankReport, explain, judge
 from zstore.ranks.world import World, make_groups
 from zstore.testing.ranks import run_ranks
 
 
 def test_messages_and_bytes_of_any_length_are_there_until_they_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "_VALUE_BYTES", 4)
+    monkeypatch.setattr(board, "_MAX_VALUE_BYTES", 4)
     found = board.Board(torch_dist.HashStore())  # type: ignore[attr-defined]
     assert found.read("a") is None
     for data in (b"", b"1 2", b"four", b" 9 bytes."):
@@ -43,7 +43,7 @@ def test_boards_share_posts_and_a_store_that_is_gone_is_not_asked_for_minutes(mo
     server: Any = torch_dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     client: Any = torch_dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
     monkeypatch.setattr(c10d, "_get_default_store", lambda: client)
-    monkeypatch.setattr(board, "_CONNECT", timedelta(seconds=0.5))
+    monkeypatch.setattr(board, "_CONNECT_TIMEOUT", timedelta(seconds=0.5))
     usual, data = client.timeout, bytes(range(256)) * 40_000  # more than the store takes in one value
     board.Board.connect("a").post_bytes("large", data)
     other = board.Board.connect("a")
@@ -167,7 +167,7 @@ def test_two_calls_do_not_meet() -> None:
 
 
 def _dying(rank: int) -> None:
-    reports.ABSENT_S = 1.0
+    reports.RESPONSE_TIMEOUT_S = 1.0
     with _watched() as world:
         if rank == 1:
             os._exit(1)
@@ -179,8 +179,8 @@ def test_nobody_waits_in_a_call_for_a_rank_that_died() -> None:
     run_ranks(_dying, 2, may_die=[1])
 
 
-def at(entered: int, **more: object) -> RankReport:
-    return RankReport(at="forward", entered=entered, **more)  # type: ignore[arg-type]
+def at(num_collectives: int, **more: object) -> RankReport:
+    return RankReport(location="forward", num_collectives=num_collectives, **more)  # type: ignore[arg-type]
 
 
 FAILED = {"cause": "ValueError: x", "details": "a traceback"}
@@ -189,21 +189,21 @@ FAILED = {"cause": "ValueError: x", "details": "a traceback"}
 @pytest.mark.parametrize(
     ("reports", "waited_s", "outcome"),
     [
-        ({0: at(3, **FAILED), 1: at(3, **FAILED)}, 0.0, Outcome.SOUND),
+        ({0: at(3, **FAILED), 1: at(3, **FAILED)}, 0.0, Outcome.HEALTHY),
         # The same error, but after another number of collectives: the next ones would not fit together.
         ({0: at(3, **FAILED), 1: at(4, **FAILED)}, 0.0, Outcome.BROKEN),
         # Rank 1 waits where rank 0 will never come.
         ({0: at(3, **FAILED), 1: at(4)}, 0.0, Outcome.BROKEN),
         # Rank 1 computes, and may come to the same error yet.
         ({0: at(3, **FAILED), 1: at(3)}, 0.0, None),
-        ({0: at(3, **FAILED), 1: at(3)}, SAME_S + 1, Outcome.BROKEN),
+        ({0: at(3, **FAILED), 1: at(3)}, AGREEMENT_TIMEOUT_S + 1, Outcome.BROKEN),
         ({0: at(3, **FAILED)}, 0.0, None),
-        ({0: at(3, **FAILED)}, ABSENT_S, Outcome.BROKEN),
-        ({0: at(3, lost="closed"), 1: at(2)}, 0.0, Outcome.BROKEN),
-        ({0: at(3, final=True, **FAILED), 1: at(3, **FAILED)}, 0.0, Outcome.BROKEN),
+        ({0: at(3, **FAILED)}, RESPONSE_TIMEOUT_S, Outcome.BROKEN),
+        ({0: at(3, connection_error="closed"), 1: at(2)}, 0.0, Outcome.BROKEN),
+        ({0: at(3, is_fatal=True, **FAILED), 1: at(3, **FAILED)}, 0.0, Outcome.BROKEN),
         # Who has left needs nobody.
-        ({0: at(3, **FAILED), 1: at(3, left=True)}, 0.0, Outcome.SOUND),
-        ({0: at(3, lost="closed"), 1: at(3, left=True)}, 0.0, Outcome.BROKEN),
+        ({0: at(3, **FAILED), 1: at(3, is_closed=True)}, 0.0, Outcome.HEALTHY),
+        ({0: at(3, connection_error="closed"), 1: at(3, is_closed=True)}, 0.0, Outcome.BROKEN),
     ],
 )
 def test_outcomes_of_reports(reports: dict[int, RankReport], waited_s: float, outcome: Outcome | None) -> None:
@@ -214,11 +214,11 @@ def test_outcomes_of_reports(reports: dict[int, RankReport], waited_s: float, ou
     ("reports", "said"),
     [
         ({0: at(3), 1: at(2, **FAILED)}, r"rank 1 of 2 failed \(rank 1 in forward: ValueError: x\)"),
-        ({0: at(3, lost="closed")}, r"rank 1 of 2 failed \(rank 1 is gone\)"),
-        ({0: at(3, lost="closed"), 1: at(3, left=True)}, r"rank 1 closed its engine"),
+        ({0: at(3, connection_error="closed")}, r"rank 1 of 2 failed \(rank 1 is gone\)"),
+        ({0: at(3, connection_error="closed"), 1: at(3, is_closed=True)}, r"rank 1 closed its engine"),
         # As after a timeout of the process group.
-        ({0: at(3, lost="timed out"), 1: at(2, details="stack")}, r"(?s)rank 1 did not reach .*forward.*stack"),
-        ({0: at(3, lost="a cable fell out"), 1: at(3)}, r"rank 0 in forward: a cable fell out"),
+        ({0: at(3, connection_error="late"), 1: at(2, details="stack")}, r"(?s)rank 1 did not reach .*forward.*stack"),
+        ({0: at(3, connection_error="a cable fell out"), 1: at(3)}, r"rank 0 in forward: a cable fell out"),
     ],
 )
 def test_the_error_names_the_rank_that_failed_and_why(reports: dict[int, RankReport], said: str) -> None:
@@ -239,10 +239,10 @@ def test_only_connections_between_ranks_are_cut() -> None:
     ):
         mine = (*ours.getsockname(), *ours.getpeername())
         connections = Connections()
-        assert mine in connections.listed()
-        assert mine not in Connections(server.getsockname()[1]).listed()
-        connections.learn([connections.listed(), [[*mine[2:], *mine[:2]]]], 0)
-        assert len(connections._known) == 1
+        assert mine in connections.list_endpoints()
+        assert mine not in Connections(server.getsockname()[1]).list_endpoints()
+        connections.learn([connections.list_endpoints(), [[*mine[2:], *mine[:2]]]], 0)
+        assert len(connections._peers) == 1
         connections.cut()
         assert theirs.recv(1) == b""
         other.sendall(b"x")

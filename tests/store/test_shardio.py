@@ -120,7 +120,7 @@ def test_zarr_tensorstore_and_we_read_files(
         assert summary.file_bytes == path.stat().st_size
         assert list(summary.crcs) == ShardReader(res, path, spec, grid, shard).verify()
         assert (summary.array, summary.shard, summary.linked) == (spec.name, shard, False)
-    assert res.pool.held_bytes == 0
+    assert res.pool.used_bytes == 0
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_a_shard_larger_than_the_pool(tmp_path: Path, pool_bytes: int) -> None:
         write_all(res, tmp_path / "a", values, spec, grid)
         assert same_bits(read_all(res, tmp_path / "a", spec, grid), values)
         assert res.pool.peak_bytes <= max(pool_bytes, slot_bytes)
-        assert res.pool.held_bytes == 0
+        assert res.pool.used_bytes == 0
 
 
 def test_a_missing_shard_reads_as_nan_never_as_zero(res: IoResources, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_every_fault_of_a_write_is_raised_and_no_buffer_is_lost(tmp_path: Path, 
         with pytest.raises(StorageError, match="EIO") as info:
             write_shard(res, tmp_path / "s", SPEC, GRID, 0, filler(values))
         assert info.value.path == str(tmp_path / "s")
-        assert res.pool.held_bytes == 0
+        assert res.pool.used_bytes == 0
         files.heal()
         summary = write_shard(res, tmp_path / "t", SPEC, GRID, 0, filler(values))
         assert len(summary.crcs) == GRID.chunks_per_shard
@@ -259,7 +259,7 @@ def test_a_failing_source_fails_the_write(res: IoResources, tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="no such values"):
         write_shard(res, tmp_path / "s", SPEC, GRID, 0, fill)
-    assert res.pool.held_bytes == 0
+    assert res.pool.used_bytes == 0
 
 
 def resting(res: IoResources, path: Path, values: np.ndarray, *, offset: int = 0) -> tuple[ShardReader, Bytes]:
@@ -295,7 +295,7 @@ def test_payloads_at_rest_make_the_same_file(tmp_path: Path, shape: tuple[int, i
             out = make_slab(4 * (stop - first) + offset)[offset:]
             reader.read(first, stop, out)
             assert out.tobytes() == values.reshape(-1)[first:stop].tobytes()
-        assert res.pool.held_bytes == 0
+        assert res.pool.used_bytes == 0
 
 
 class _Strict(Files):
@@ -322,10 +322,10 @@ def test_a_drive_that_wants_whole_pages_gets_them(tmp_path: Path) -> None:
     files = _Strict()
     with open_resources(files=files) as res:
         reader, room = resting(res, tmp_path / "rest", values)
-        assert not files.takes_parts
+        assert not files.supports_scattered
         write_shard(res, tmp_path / "copied", reader.spec, reader.grid, 0, filler(values))
         assert (tmp_path / "rest").read_bytes() == (tmp_path / "copied").read_bytes()
-        files.takes_parts, room[:] = True, 0
+        files.supports_scattered, room[:] = True, 0
         reader.read(0, values.size, room)
     assert room.tobytes() == values.tobytes()
 

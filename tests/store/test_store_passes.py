@@ -187,7 +187,7 @@ def test_what_was_read_ahead_serves_the_pass_and_is_read_once(store: Store, tier
     values = filled(store, tier)
     before = store.statistics().disk_read_bytes
     begun = store.read_ahead([[name] for name in NAMES])
-    assert (store.statistics().disk_read_bytes > before or store.resources.pool.held_bytes > 0) == (tier == "disk")
+    assert (store.statistics().disk_read_bytes > before or store.resources.pool.used_bytes > 0) == (tier == "disk")
     ended: list[int] = []
     assert begun.resume(on_end=ended.append)
     flip(begun.tiles())
@@ -196,7 +196,7 @@ def test_what_was_read_ahead_serves_the_pass_and_is_read_once(store: Store, tier
     assert read_bytes == pytest.approx(sum(array.nbytes for array in values), rel=0.03) or tier == "host"
     for name, array in zip(NAMES, values, strict=True):
         assert same_bits(store.read(name).wait(), other_than(array))
-    assert store.resources.pool.held_bytes == 0
+    assert store.resources.pool.used_bytes == 0
 
 
 def test_what_is_dropped_leaves_no_trace(store: Store) -> None:
@@ -253,7 +253,7 @@ def test_an_error_of_a_read_ahead_is_the_passes(store: Store, files: FaultyFiles
     assert begun.resume()
     with pytest.raises(StorageError):
         flip(begun.tiles())
-    assert store.resources.pool.held_bytes == 0
+    assert store.resources.pool.used_bytes == 0
 
 
 def test_what_was_read_of_a_former_version_is_right_once_there_is_another(store: Store) -> None:

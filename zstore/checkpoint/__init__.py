@@ -3,7 +3,7 @@
 Read `docs/format.md` for the bytes, and in this order: layout, format; build, part, save, commit; folder, catalog,
 reader, lookahead, verify, retention.
 
-The names below are for code that builds on the store.
+The names below are public, for code built on the store.
 """
 
 from .build import CheckpointBuilder, CheckpointPlan, reshard_checkpoint

@@ -1,4 +1,4 @@
-"""The committed checkpoints of a folder, and the choice of one by path and tag."""
+"""The committed checkpoints of a folder, and the selection of one by path and tag."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from .folder import Entries, Folder, FolderLike, folder_at
 from .format import MAX_RECORD_BYTES, Record
-from .layout import LATEST_FILE, LOCK, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, step_tag, tag_folder
+from .layout import LATEST_FILE, LOCK, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_working_name, step_tag, tag_folder
 
 _MAX_LISTED = 10
-"""Tags that a message lists."""
+"""Maximum number of tags listed in a message."""
 MAX_LATEST_BYTES = 4096
 LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
-"""Folders of other training loops, each with a checkpoint in it."""
+"""Names of the folders that other training loops create, each with a checkpoint in it."""
 _FOREIGN = {
     "latest_checkpointed_iteration.txt": "Megatron, which this version does not read",
     ".metadata": "torch.distributed.checkpoint, which `zstore convert` reads by the path of its own folder",
     "zero_to_fp32.py": "DeepSpeed, but no folder of a tag with *_model_states.pt is in it: it is incomplete",
 }
-"""A file's name -> the software whose checkpoints have it, and the reason or advice."""
+"""By a file's name: the software whose checkpoints have the file, and why it cannot be opened or what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class TagInfo:
     @property
     def tag(self) -> str:
         """The tag; for a renamed folder, the folder's name."""
-        own = parse_own_name(self.folder.name)
-        folder = own[0] if own else self.folder.name
+        parsed = parse_working_name(self.folder.name)
+        folder = parsed[0] if parsed else self.folder.name
         return self.record.tag if tag_folder(self.record.tag) == folder else folder
 
 
@@ -76,7 +76,7 @@ class Catalog:
     """Committed checkpoints, the oldest first."""
     refusals: tuple[Refusal, ...]
     unfinished: frozenset[str] = frozenset()
-    """Ids of the saves that have a lock: they are running, or were killed before or after their commit."""
+    """Ids of the saves that have a lock file: they are running, or were killed before or after their commit."""
     has_latest: bool = False
     """Whether there is a file `latest`."""
 
@@ -97,34 +97,30 @@ def is_committed(place: FolderLike) -> bool:
     return True
 
 
-def stamped(record: Record, place: FolderLike) -> Record:
-    """Return `record` with the time of its commit, later than the last checkpoint's in `place`."""
-    folder, newest = folder_at(place), 0
+def with_commit_time(record: Record, place: FolderLike) -> Record:
+    """Return `record` with the current time as its commit time, made later than that of the last checkpoint in `place`."""
+    folder, newest_ns = folder_at(place), 0
     with contextlib.suppress(OSError, ValueError, ZstoreError):
         last = find_tag(folder, folder.read_small(LATEST_FILE, MAX_LATEST_BYTES).decode().strip())
-        newest = last.record.committed_ns if last is not None else 0
-    return replace(record, committed_ns=max(time.time_ns(), newest + 1))
+        newest_ns = last.record.committed_ns if last is not None else 0
+    return replace(record, committed_ns=max(time.time_ns(), newest_ns + 1))
 
 
 @contextlib.contextmanager
-def noting(messages: list[str], problem: str) -> Iterator[None]:
-    """Run a block whose failure does not harm the checkpoint; on failure add `problem` and the reason to `messages`."""
+def reporting_to(messages: list[str], problem: str) -> Iterator[None]:
+    """Run a block whose failure does not harm the checkpoint; on failure, add `problem` and the reason to `messages`."""
     try:
         yield
     except (OSError, ZstoreError) as error:
         messages.append(f"{problem}: {error}")
 
 
-NOT_REMOVED = "the checkpoint is committed, but the one it replaced could not be removed"
-NOT_LATEST = f"the checkpoint is committed, but `{LATEST_FILE}` could not be replaced"
-
-
 def scan(place: FolderLike) -> Catalog:
-    """Return all checkpoints directly below a folder, and set-aside ones whose tag no other has. Raises
+    """Return all checkpoints directly in a folder, including set-aside ones whose tag no other has. Raises
     CheckpointNotFoundError if it is not a folder."""
     folder = folder_at(place)
-    found: dict[str, TagInfo] = {}
-    aside: dict[str, TagInfo] = {}
+    committed: dict[str, TagInfo] = {}
+    set_aside: dict[str, TagInfo] = {}
     refusals: list[Refusal] = []
     entries = _entries(folder)
     names = [name for name in entries.folders if may_be_checkpoint(name)]
@@ -139,26 +135,26 @@ def scan(place: FolderLike) -> Catalog:
                 text = f"it has no {RECORD_FILE}: it was never committed, or the file was lost"
                 refusals.append(Refusal(folder=entry, reason=text))
             continue
-        own = parse_own_name(name)
-        if own is None:
-            found[name] = info
-        elif own[0] not in aside or aside[own[0]].record.committed_ns < info.record.committed_ns:
-            aside[own[0]] = info
-    tags = found | {name: info for name, info in aside.items() if name not in found}
+        parsed = parse_working_name(name)
+        if parsed is None:
+            committed[name] = info
+        elif parsed[0] not in set_aside or set_aside[parsed[0]].record.committed_ns < info.record.committed_ns:
+            set_aside[parsed[0]] = info
+    tags = committed | {name: info for name, info in set_aside.items() if name not in committed}
     ordered = sorted(tags.values(), key=lambda info: (info.record.committed_ns, info.record.step, info.folder.name))
-    locks = (own for name in entries.files if (own := parse_own_name(name)) is not None and own[1] == LOCK)
+    locks = (parsed for name in entries.files if (parsed := parse_working_name(name)) is not None and parsed[1] == LOCK)
     return Catalog(
         tags=tuple(ordered),
         refusals=tuple(refusals),
-        unfinished=frozenset(own[2] for own in locks),
+        unfinished=frozenset(parsed[2] for parsed in locks),
         has_latest=LATEST_FILE in entries.files,
     )
 
 
 def may_be_checkpoint(name: str) -> bool:
-    """Return whether a folder of that name may be a checkpoint: it is not a temporary one."""
-    own = parse_own_name(name)
-    return own is None or own[1] == SET_ASIDE
+    """Return whether a folder of that name may be a checkpoint, that is, not a temporary folder."""
+    parsed = parse_working_name(name)
+    return parsed is None or parsed[1] == SET_ASIDE
 
 
 def _info(folder: Folder, data: bytes | Exception) -> TagInfo:
@@ -183,7 +179,7 @@ def _entries(folder: Folder) -> Entries:
 
 
 def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
-    """Return the committed checkpoint `tag` in a folder, even a set-aside one; None if it does not exist. Raises
+    """Return the committed checkpoint `tag` in a folder, if necessary a set-aside one; None if it does not exist. Raises
     CorruptionError or CheckpointMismatchError if its record is not valid."""
     folder, name = folder_at(place), tag_folder(tag)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -192,47 +188,47 @@ def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
 
 
 def _set_aside(folder: Folder, name: str) -> TagInfo | None:
-    """Return the set-aside checkpoint that counts for the tag folder `name`, which has no record; None without one."""
+    """Return the newest set-aside checkpoint for the tag folder `name`, which has no record itself; None without one."""
     try:
         entries = folder.entries()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    aside: list[TagInfo] = []
+    candidates: list[TagInfo] = []
     for entry in entries.folders:
-        own = parse_own_name(entry)
-        if own is not None and own[:2] == (name, SET_ASIDE):
+        parsed = parse_working_name(entry)
+        if parsed is not None and parsed[:2] == (name, SET_ASIDE):
             try:
-                aside.append(_open_tag(folder, entry))
+                candidates.append(_open_tag(folder, entry))
             except (ZstoreError, OSError):
                 continue
-    return max(aside, key=lambda info: info.record.committed_ns, default=None)
+    return max(candidates, key=lambda info: info.record.committed_ns, default=None)
 
 
 def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     """Return the checkpoint that `place` and `tag` select: a tag's folder, or a folder of checkpoints and one of its tags.
 
-    A tag that no checkpoint has may be the number of a step, for `step-<number>`. Without a tag, or with `latest`, it is the
-    checkpoint that the file `latest` names, else the newest; see `meant_of`. Raises CheckpointNotFoundError with the tags.
+    The tag may also be a step number, for `step-<number>`. Without a tag, or with `latest`, this returns the
+    `default_tag`. Raises CheckpointNotFoundError, whose message lists the tags.
     """
     folder = folder_at(place)
-    own = parse_own_name(folder.name)
-    if own is not None and own[1] != SET_ASIDE:
+    parsed = parse_working_name(folder.name)
+    if parsed is not None and parsed[1] != SET_ASIDE:
         raise CheckpointNotFoundError(
             f"{folder} belongs to a save that is running or was killed: it was never committed; "
-            f"name {folder.parent.child(own[0])} or {folder.parent}"
+            f"name {folder.parent.child(parsed[0])} or {folder.parent}"
         )
     if (info := _tag_at(folder)) is not None:
         if tag is None or tag in (info.tag, info.record.tag):
-            return _pinned(info)
+            return _with_own_name(info)
         raise CheckpointNotFoundError(
             f"{folder} is the checkpoint {info.tag!r}, not {tag!r}: name the folder above it to choose by tag"
         )
     if tag is not None:
-        named = find_tag(folder, tag)
-        if named is None and tag.isdecimal() and len(tag) < 19:
-            named = find_tag(folder, step_tag(int(tag)))
-        if named is not None:
-            return _pinned(named)
+        found = find_tag(folder, tag)
+        if found is None and tag.isdecimal() and len(tag) < 19:
+            found = find_tag(folder, step_tag(int(tag)))
+        if found is not None:
+            return _with_own_name(found)
     try:
         catalog = scan(folder)
     except CheckpointNotFoundError:
@@ -240,46 +236,46 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
             return info
         raise
     if tag in (None, LATEST_FILE) and catalog.tags:
-        meant, line = meant_of(folder, catalog)
-        if line and os.environ.get("RANK", "0") == "0":
-            logging.getLogger("zstore").warning("%s", line)
-        return meant
-    raise CheckpointNotFoundError(_nothing(folder, tag, catalog))
+        selected, note = default_tag(folder, catalog)
+        if note and os.environ.get("RANK", "0") == "0":
+            logging.getLogger("zstore").warning("%s", note)
+        return selected
+    raise CheckpointNotFoundError(_not_found_text(folder, tag, catalog))
 
 
-def _pinned(info: TagInfo) -> TagInfo:
-    """Return a checkpoint under its own name if a service found it by another, such as `latest`, which may change."""
+def _with_own_name(info: TagInfo) -> TagInfo:
+    """Return a checkpoint under its own tag if a service found it by an alias, such as `latest`, which may change."""
     if info.folder.is_local or info.folder.name == tag_folder(info.record.tag):
         return info
-    same = find_tag(info.folder.parent, info.record.tag)
-    return same if same is not None and same.record.id == info.record.id else info
+    renamed = find_tag(info.folder.parent, info.record.tag)
+    return renamed if renamed is not None and renamed.record.id == info.record.id else info
 
 
-def meant_of(folder: Folder, catalog: Catalog) -> tuple[TagInfo, str]:
-    """Return the checkpoint that is meant if none is named, of a catalog with at least one, and a line for people if `latest`
-    does not name the newest.
+def default_tag(folder: Folder, catalog: Catalog) -> tuple[TagInfo, str]:
+    """Return the checkpoint to open if no tag is given, from a non-empty catalog, and a note for the user if `latest` does not
+    name the newest.
 
-    It is the one named by `latest`, which users edit to go back; but it is the newest if its save was killed between
-    its commit and the update of `latest`: then its lock exists, and `latest` is not younger than its record.
+    It is the one named by `latest`, which users edit to go back. But if the newest one's save was killed between its commit
+    and the update of `latest` (its lock exists, and `latest` is not newer than its record), it is the newest.
     """
-    newest = newest_of(catalog.tags)
+    newest = newest_tag(catalog.tags)
     try:
         named = folder.read_small(LATEST_FILE, MAX_LATEST_BYTES).decode().strip() if catalog.has_latest else ""
     except (OSError, ValueError, ZstoreError):
         named = ""
     if named in ("", newest.tag):
         return newest, ""
-    found = next((info for info in catalog.tags if info.tag == named), None)
+    selected = next((info for info in catalog.tags if info.tag == named), None)
     text = f"`{LATEST_FILE}` in {folder} names {named!r}, and the newest checkpoint is {newest.tag!r}: "
-    if found is None:
-        return newest, text + f"there is no whole checkpoint {named!r}, so the newest is opened"
-    if newest.record.id in catalog.unfinished and not _is_younger(folder, newest):
+    if selected is None:
+        return newest, text + f"there is no complete checkpoint {named!r}, so the newest is opened"
+    if newest.record.id in catalog.unfinished and not _latest_is_newer(folder, newest):
         return newest, text + f"its save ended before it replaced `{LATEST_FILE}`, so the newest is opened"
-    return found, text + f"{named!r} is opened; name a tag, or remove `{LATEST_FILE}`, to open another one"
+    return selected, text + f"{named!r} is opened; name a tag, or remove `{LATEST_FILE}`, to open another one"
 
 
-def _is_younger(folder: Folder, newest: TagInfo) -> bool:
-    """Return whether `latest` was written after the record of the newest checkpoint, by the clock of their file system."""
+def _latest_is_newer(folder: Folder, newest: TagInfo) -> bool:
+    """Return whether `latest` was written after the record of the newest checkpoint, by their modification times."""
     if not folder.is_local:
         return False
     with contextlib.suppress(OSError):
@@ -288,8 +284,8 @@ def _is_younger(folder: Folder, newest: TagInfo) -> bool:
     return False
 
 
-def newest_of(tags: Sequence[TagInfo]) -> TagInfo:
-    """Return the newest of `tags`, at least one and the oldest first, that may count as the latest."""
+def newest_tag(tags: Sequence[TagInfo]) -> TagInfo:
+    """Return the newest of `tags` (at least one, the oldest first) that may count as the latest."""
     return next((info for info in reversed(tags) if info.record.is_latest), tags[-1])
 
 
@@ -307,16 +303,16 @@ def list_nested(place: FolderLike) -> Catalog:
         names = [name for name in folder.entries().folders if LOOPS_FOLDER.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         return Catalog(tags=(), refusals=())
-    found = [scan(folder.child(name)) for name in names]
-    tags = [info for one in found for info in one.tags]
+    catalogs = [scan(folder.child(name)) for name in names]
+    tags = [info for catalog in catalogs for info in catalog.tags]
     return Catalog(
         tags=tuple(sorted(tags, key=lambda info: (info.record.committed_ns, info.record.step))),
-        refusals=tuple(refusal for one in found for refusal in one.refusals),
+        refusals=tuple(refusal for catalog in catalogs for refusal in catalog.refusals),
     )
 
 
 def _tag_at(folder: Folder) -> TagInfo | None:
-    """Return the checkpoint whose tag folder it is; None if it has no record."""
+    """Return the checkpoint in the tag's folder `folder`; None if it has no record."""
     try:
         return TagInfo(folder=folder, record=read_record(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -324,15 +320,15 @@ def _tag_at(folder: Folder) -> TagInfo | None:
 
 
 def tags_text(infos: Sequence[TagInfo]) -> str:
-    """Return the names of the newest of `infos`, the oldest first, for a message."""
+    """Return the tags of the newest of `infos`, which are sorted from the oldest on, for a message."""
     names = [repr(info.tag) for info in infos]
-    more = f" and {len(names) - _MAX_LISTED} older" if len(names) > _MAX_LISTED else ""
-    return f"the tag{'s' * (len(names) > 1)} {', '.join(names[-_MAX_LISTED:])}{more}"
+    omitted = f" and {len(names) - _MAX_LISTED} older" if len(names) > _MAX_LISTED else ""
+    return f"the tag{'s' * (len(names) > 1)} {', '.join(names[-_MAX_LISTED:])}{omitted}"
 
 
-def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
-    what = "no committed checkpoint" if tag is None else f"no committed checkpoint with the tag {tag!r}"
-    text = f"{folder} has {what}"
+def _not_found_text(folder: Folder, tag: str | None, catalog: Catalog) -> str:
+    problem = "no committed checkpoint" if tag is None else f"no committed checkpoint with the tag {tag!r}"
+    text = f"{folder} has {problem}"
     entries = _entries(folder)
     if catalog.tags:
         text += f"; it has {tags_text(catalog.tags)}"
@@ -341,7 +337,7 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
     for refusal in catalog.refusals[:5]:
         text += f"; {refusal.folder.name} was refused: {refusal.reason}"
     if nested := list_nested(folder).tags:
-        text += f"; name a folder in it that has one, such as {newest_of(nested).folder.parent}"
+        text += f"; name a folder in it that has one, such as {newest_tag(nested).folder.parent}"
     foreign = sorted({software for name, software in _FOREIGN.items() if name in entries.files})
     return text + (f"; it looks like a checkpoint of {foreign[0]}" if foreign else "")
 
@@ -360,16 +356,16 @@ def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str 
             f"{target} exists, but its record is not valid ({error}): save under another tag, or pass overwrite=True"
         ) from error
     if existing is None:
-        if _is_in_use(folder, name):
+        if _name_is_in_use(folder, name):
             raise CheckpointError(
-                f"{target} exists and is not a checkpoint of zstore: move it away, or use another tag"
+                f"{target} exists and is not a zstore checkpoint: move it elsewhere, or use another tag"
             )
     elif not overwrite and (not run or existing.record.run != run):
-        by_other = " by another run" if run else ""
-        resume = "load it first to continue that run, " if run else ""
+        owner_text = " by another run" if run else ""
+        resume_text = "load it first to continue that run, " if run else ""
         raise CheckpointExistsError(
-            f"Checkpoint already exists: {existing.record.tag!r} is committed in {existing.folder.parent}{by_other} (step "
-            f"{existing.record.step}): {resume}save under another tag, or pass overwrite=True to replace it"
+            f"Checkpoint already exists: {existing.record.tag!r} is committed in {existing.folder.parent}{owner_text} (step "
+            f"{existing.record.step}): {resume_text}save under another tag, or pass overwrite=True to replace it"
         )
     return existing
 
@@ -379,7 +375,7 @@ def replaced_text(info: TagInfo) -> str:
     return f"checkpoint {info.tag!r} of this run (step {info.record.step}) was replaced in {info.folder.parent}"
 
 
-def _is_in_use(folder: Folder, name: str) -> bool:
+def _name_is_in_use(folder: Folder, name: str) -> bool:
     """Return whether the name is used; an empty local folder counts as free."""
     try:
         entries = folder.entries()

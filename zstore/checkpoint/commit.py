@@ -1,21 +1,21 @@
 """Rank 0's part of a save: begin, commit or abort; and the removal of the leftovers of dead saves, which are
-distinguished from running ones by their locks.
+distinguished from running saves by their locks.
 
 [Note: the order of a commit]
-    1  <tag>.lock-<id>      made and locked while the save runs
-    2  <tag>.tmp-<id>/      made; other ranks see it, unless their folder is not rank 0's
-    3  shards, metadata, manifests in it, every file and folder made durable
-    4  zstore.json          in it, durable
+    1  <tag>.lock-<id>      created, and locked while the save runs
+    2  <tag>.tmp-<id>/      created; the other ranks see it if the folder is shared
+    3  shards, metadata, manifests in it: every file and folder is made durable
+    4  zstore.json          in it, made durable
     5  <tag> -> <tag>.old-<id>          only if a committed checkpoint is replaced
     6  <tag>.tmp-<id> -> <tag>          the commit
-    7  `latest` replaced; the folder above made durable; the set-aside and older checkpoints removed; the lock removed
+    7  `latest` replaced; the parent folder made durable; the set-aside and older checkpoints removed; the lock removed
 
 If one flush of the file system is enough for 3 and 4 (`Flush`), the new `latest` is written before it too.
 
-After a crash before 6, nothing has the tag's name, or the previous checkpoint has it; between 5 and 6, a scan uses the
-set-aside checkpoint for the tag, and the next save renames it back; after 6, the checkpoint is whole, `latest` is old
-(it is a hint), and the next save removes the leftovers. Each removal begins with a rename to `<tag>.tmp-<id>`, so that
-half of a checkpoint never looks like one.
+After a crash before 6, the tag's name is unused or still the previous checkpoint's; between 5 and 6, a scan uses the
+set-aside checkpoint for the tag, and the next save renames it back; after 6, the checkpoint is complete, `latest` is
+outdated (it is only a hint), and the next save removes the leftovers. Each removal begins with a rename to
+`<tag>.tmp-<id>`, so that a partly removed checkpoint never looks like a complete one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, Self
 
 from ..errors import CheckpointExistsError, StorageError
 from ..io.files import Files, Flush, make_read_only
-from .catalog import NOT_LATEST, NOT_REMOVED, TagInfo, check_tag_is_free, is_committed, meant_of, noting, scan, stamped
+from .catalog import TagInfo, check_tag_is_free, default_tag, is_committed, reporting_to, scan, with_commit_time
 from .folder import folder_at
 from .format import Record
 from .layout import (
@@ -45,9 +45,9 @@ from .layout import (
     SET_ASIDE,
     TEMPORARY,
     new_save_id,
-    own_name,
-    parse_own_name,
+    parse_working_name,
     tag_folder,
+    working_name,
 )
 from .retention import Keep, retire
 
@@ -58,8 +58,10 @@ except ImportError:  # Windows: nothing saves there
 
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
-FOREIGN_LIFE_S = 24 * 3600
-"""Without file locks, a save of another machine counts as running for this long."""
+REPLACED_NOT_REMOVED = "the checkpoint is committed, but the checkpoint that it replaced could not be removed"
+LATEST_NOT_UPDATED = f"the checkpoint is committed, but `{LATEST_FILE}` could not be replaced"
+REMOTE_LOCK_TTL_S = 24 * 3600
+"""If file locks are not supported, a save on another machine counts as running for this long."""
 
 
 class SaveLock:
@@ -74,12 +76,12 @@ class SaveLock:
             except OSError as error:
                 raise _not_writable(path.parent, error.errno) from error
             _flock(self._fd, wait=True)
-            # A sweep may have removed the file, as a dead save's, between the two calls.
+            # A sweep may have removed the file as a leftover between the two calls.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_ino == os.fstat(self._fd).st_ino:
                     break
             os.close(self._fd)
-        os.pwrite(self._fd, owner_document(), 0)
+        os.pwrite(self._fd, owner_json(), 0)
 
     def __enter__(self) -> Self:
         return self
@@ -95,21 +97,21 @@ class SaveLock:
         with contextlib.suppress(OSError):
             os.unlink(self.path)
         if fcntl is not None:
-            # Explicitly: a forked child, such as a data loader's worker, shares the lock with us.
+            # Explicitly, because a forked child, such as a data loader's worker, shares the lock.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
-def _not_writable(folder: Path, number: int | None) -> StorageError:
+def _not_writable(folder: Path, error_number: int | None) -> StorageError:
     text = "cannot write to the folder: name one that this user may write to"
-    return StorageError(text, path=str(folder), errno=number)
+    return StorageError(text, path=str(folder), errno=error_number)
 
 
 @contextlib.contextmanager
-def owner_is_dead(path: Path) -> Iterator[bool]:
-    """Yield whether the save that made the lock file `path` has ended; a missing file is a dead save's. If so, the lock
-    is held during the block, so that no save of that name can begin."""
+def owner_has_ended(path: Path) -> Iterator[bool]:
+    """Yield whether the save that created the lock file `path` has ended; without the file, it has. If so, the lock is
+    held during the block, so that no save with that lock file can begin."""
     try:
         fd = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -120,13 +122,13 @@ def owner_is_dead(path: Path) -> Iterator[bool]:
         return
     try:
         locked = _flock(fd, wait=False)
-        yield not _owner_lives(fd) if locked is None else locked
+        yield not _owner_is_alive(fd) if locked is None else locked
     finally:
         os.close(fd)
 
 
 def _flock(fd: int, *, wait: bool) -> bool | None:
-    """Take the lock and return whether that succeeded; None if the system or the file system has no locks."""
+    """Acquire the lock and return whether that succeeded; None if the system or the file system has no locks."""
     if fcntl is not None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -139,21 +141,21 @@ def _flock(fd: int, *, wait: bool) -> bool | None:
     return None
 
 
-def _owner_lives(fd: int) -> bool:
+def _owner_is_alive(fd: int) -> bool:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         owner = json.loads(os.pread(fd, 4096, 0))
         if owner["host"] == socket.gethostname():
-            return not process_ended(owner)
-    return time.time() - os.fstat(fd).st_mtime < FOREIGN_LIFE_S
+            return not process_has_ended(owner)
+    return time.time() - os.fstat(fd).st_mtime < REMOTE_LOCK_TTL_S
 
 
-def owner_document(**more: str | int) -> bytes:
-    """Return a lock's description of this process, with `more`."""
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **more}).encode()
+def owner_json(**extra: str | int) -> bytes:
+    """Return the content of a lock file: a description of this process, with the `extra` fields."""
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **extra}).encode()
 
 
-def process_ended(owner: Mapping[str, Any]) -> bool:
-    """Return whether the process of a lock ran on this machine and has ended."""
+def process_has_ended(owner: Mapping[str, Any]) -> bool:
+    """Return whether the process that owns a lock ran on this machine and has ended."""
     pid = int(owner["pid"])
     if owner["host"] != socket.gethostname():
         return False
@@ -171,19 +173,19 @@ class Committer:
         self.folder = folder
         name = tag_folder(tag)
         self.target = folder / name
-        self.temporary = folder / own_name(name, TEMPORARY, save_id)
-        self.lock_path = folder / own_name(name, LOCK, save_id)
+        self.temporary = folder / working_name(name, TEMPORARY, save_id)
+        self.lock_path = folder / working_name(name, LOCK, save_id)
         self._tag = tag
-        self._hint = folder / own_name(LATEST_FILE, TEMPORARY, save_id)
-        self._aside = folder / own_name(name, SET_ASIDE, save_id)
+        self._new_latest = folder / working_name(LATEST_FILE, TEMPORARY, save_id)
+        self._set_aside = folder / working_name(name, SET_ASIDE, save_id)
         self._files = files
         self._lock: SaveLock | None = None
 
     def check(self, *, overwrite: bool, run: str = "") -> TagInfo | None:
-        """Check that the save may begin; runs in the caller's thread, and changes nothing except that it makes `folder`.
+        """Check that the save may begin; runs in the caller's thread, and changes nothing except that it creates `folder`.
 
-        Returns the checkpoint that it will replace. Raises CheckpointExistsError for a committed tag (unless `overwrite`,
-        or it is one of the run `run`), StorageError if the folder cannot be created.
+        Returns the checkpoint that the save will replace. Raises CheckpointExistsError for a committed tag (unless
+        `overwrite`, or the checkpoint belongs to run `run`), StorageError if the folder cannot be created.
         """
         if not self.folder.is_dir():
             self._files.make_folder(self.folder)
@@ -192,8 +194,8 @@ class Committer:
         return check_tag_is_free(self.folder, self._tag, overwrite=overwrite, run=run)
 
     def begin(self, move: Callable[[Path], object] | None = None) -> None:
-        """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up. `move`
-        renames an existing folder to it."""
+        """Create the temporary folder and its lock. Not for the caller's thread: a busy file-system journal may delay it.
+        `move` renames an existing folder to the temporary one."""
         self._lock = SaveLock(self.lock_path)
         try:
             if move is not None:
@@ -207,7 +209,7 @@ class Committer:
         """Publish the temporary folder, whose files are durable, or are made durable by `flush`, with `record`; then
         apply `keep` to the checkpoints of its run. Returns what failed after the commit. Sets `record.committed_ns`
         unless it is set."""
-        record = record if record.committed_ns else stamped(record, self.folder)
+        record = record if record.committed_ns else with_commit_time(record, self.folder)
         path = self.temporary / RECORD_FILE
         self._files.write_small(path, record.encode(), sync=flush is None)
         make_read_only(path)
@@ -218,49 +220,49 @@ class Committer:
         if flush is None:
             self._files.sync_folder(self.temporary)
         else:
-            self._write_hint(record, messages, sync=False)
+            self._write_latest(record, messages, sync=False)
             flush.sync()
         replaces = self.target.exists()
         if replaces:
-            self._files.rename(self.target, self._aside)
+            self._files.rename(self.target, self._set_aside)
         try:
             self._files.rename(self.temporary, self.target)
         except BaseException:
             if replaces:
-                self._files.rename(self._aside, self.target)
+                self._files.rename(self._set_aside, self.target)
             raise
-        # From here on, failures do not harm the checkpoint and are noted.
+        # From here on, failures do not harm the checkpoint; they become messages.
         if flush is None:
-            self._write_hint(record, messages)
-        with noting(messages, NOT_LATEST):
+            self._write_latest(record, messages)
+        with reporting_to(messages, LATEST_NOT_UPDATED):
             if record.is_latest and not messages:
-                self._files.rename(self._hint, self.folder / LATEST_FILE)
-        if messages:  # it names an older checkpoint, as if the user had gone back to it
+                self._files.rename(self._new_latest, self.folder / LATEST_FILE)
+        if messages:  # `latest` names an older checkpoint, as if the user had gone back to it
             with contextlib.suppress(StorageError):
                 self._files.unlink(self.folder / LATEST_FILE)
         # The tag and `latest`.
         self._files.sync_folder(self.folder)
-        with noting(messages, NOT_REMOVED):
+        with reporting_to(messages, REPLACED_NOT_REMOVED):
             if replaces:
-                discard(self._files, self._aside)
+                discard(self._files, self._set_aside)
         if keep is not None:
             remove = lambda info: discard(self._files, info.path)  # noqa: E731
             messages += retire(self.folder, keep=keep, run=record.run, remove=remove)
         return messages
 
-    def _write_hint(self, record: Record, messages: list[str], *, sync: bool = True) -> None:
+    def _write_latest(self, record: Record, messages: list[str], *, sync: bool = True) -> None:
         """Write the new content of `latest` to a temporary file."""
-        with noting(messages, NOT_LATEST):
+        with reporting_to(messages, LATEST_NOT_UPDATED):
             if record.is_latest:
-                self._files.write_small(self._hint, f"{self._tag}\n".encode(), sync=sync)
+                self._files.write_small(self._new_latest, f"{self._tag}\n".encode(), sync=sync)
 
-    def abort(self, reason: str, *, alone: bool) -> None:
-        """Write the reason for the other ranks, unless `alone`, and remove the save's files. Never raises. Files that
-        cannot be removed now are swept by the next save."""
+    def abort(self, reason: str, *, is_only_rank: bool) -> None:
+        """Write the reason for the other ranks, unless `is_only_rank`, and remove the save's files. Never raises. Files
+        that cannot be removed now are swept by the next save."""
         with contextlib.suppress(OSError):
-            self._files.unlink(self._hint)
+            self._files.unlink(self._new_latest)
         with contextlib.suppress(OSError):
-            if alone:
+            if is_only_rank:
                 self._files.remove_tree(self.temporary)
             elif self.temporary.is_dir():
                 with contextlib.suppress(OSError):
@@ -280,32 +282,32 @@ class Committer:
 
 
 def abort_reason(path: Path) -> str | None:
-    """Return the reason in the file that an aborting rank wrote; None if it is missing or incomplete."""
+    """Return the reason in the file that an aborting rank wrote; None if the file is missing or incomplete."""
     with contextlib.suppress(OSError, ValueError):
-        message = json.loads(path.read_bytes())
-        return str(message.get("reason")) if isinstance(message, dict) else None
+        document = json.loads(path.read_bytes())
+        return str(document.get("reason")) if isinstance(document, dict) else None
     return None
 
 
 def discard(files: Files, path: Path) -> None:
     """Remove a folder so that a partly removed folder never looks like a checkpoint."""
-    own = parse_own_name(path.name)
-    if own is None or own[1] != TEMPORARY:
-        doomed = path.with_name(own_name(own[0] if own else path.name, TEMPORARY, new_save_id()))
-        files.rename(path, doomed)
-        path = doomed
+    parsed = parse_working_name(path.name)
+    if parsed is None or parsed[1] != TEMPORARY:
+        temporary = path.with_name(working_name(parsed[0] if parsed else path.name, TEMPORARY, new_save_id()))
+        files.rename(path, temporary)
+        path = temporary
     files.remove_tree(path)
 
 
 @contextlib.contextmanager
 def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new folder in `parent`, named after `name`, and remove what is left of it at the end. First sweeps the
-    leftovers of a dead process for the same name."""
+    """Yield a new folder in `parent`, named after `name`, and remove it at the end. First sweeps the leftovers of dead
+    processes for the same name."""
     files.make_folder(parent)
     sweep(files, parent, only=name)
     save_id = new_save_id()
-    temporary = parent / own_name(name, TEMPORARY, save_id)
-    with SaveLock(parent / own_name(name, LOCK, save_id)):
+    temporary = parent / working_name(name, TEMPORARY, save_id)
+    with SaveLock(parent / working_name(name, LOCK, save_id)):
         try:
             files.make_folder(temporary)
             yield temporary
@@ -316,10 +318,10 @@ def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(files: Files, target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `target` when the block ends, and is removed if it raises. The caller makes
-    the files in it durable. Raises CheckpointExistsError if `target` exists."""
+    """Yield a temporary folder, which is renamed to `target` when the block ends, and removed if the block raises. The
+    caller makes the files in it durable. Raises CheckpointExistsError if `target` exists."""
     if target.exists() or target.is_symlink():
-        raise CheckpointExistsError(f"{target} exists: remove it, or choose another folder to write to")
+        raise CheckpointExistsError(f"{target} already exists: remove it, or choose another folder to write to")
     with temporary_folder(files, target.parent, target.name) as temporary:
         yield temporary
         files.sync_folder(temporary)
@@ -328,23 +330,23 @@ def new_folder(files: Files, target: Path) -> Iterator[Path]:
 
 
 def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
-    """Remove the leftovers of dead saves in `folder` (of the tag folder `only`), and rename set-aside checkpoints back.
-    Returns a message for each file or folder that could not be removed."""
+    """Remove the leftovers of dead saves in `folder` (by default of all tags, else of the tag folder `only`), and
+    rename set-aside checkpoints back. Returns a message for each file or folder that could not be removed."""
     by_save: dict[str, list[tuple[str, str, Path]]] = {}
     for name in os.listdir(folder):
-        own = parse_own_name(name)
-        if own is not None and only in (None, own[0]):
-            by_save.setdefault(own[2], []).append((own[1], own[0], folder / name))
+        parsed = parse_working_name(name)
+        if parsed is not None and only in (None, parsed[0]):
+            by_save.setdefault(parsed[2], []).append((parsed[1], parsed[0], folder / name))
     messages: list[str] = []
-    for save_id, left in by_save.items():
-        # The lock last: files that could not be removed keep an owner that is known to be dead.
-        left.sort(key=lambda entry: (entry[0] == LOCK, entry[0]))
-        locks = [path for kind, _, path in left if kind == LOCK]
-        with owner_is_dead(locks[0]) if locks else contextlib.nullcontext(True) as dead:
+    for save_id, leftovers in by_save.items():
+        # The lock last: if other files could not be removed, it still shows that their owner has ended.
+        leftovers.sort(key=lambda entry: (entry[0] == LOCK, entry[0]))
+        locks = [path for kind, _, path in leftovers if kind == LOCK]
+        with owner_has_ended(locks[0]) if locks else contextlib.nullcontext(True) as dead:
             if dead:
                 if locks:
                     messages.extend(_drop_stale_latest(files, folder, save_id))
-                messages.extend(_sweep_one(files, left))
+                messages.extend(_sweep_save(files, leftovers))
     return messages
 
 
@@ -352,20 +354,20 @@ def _drop_stale_latest(files: Files, folder: Path, save_id: str) -> list[str]:
     """Remove `latest` if the dead save `save_id` committed the newest checkpoint but did not update it: without the
     lock it would look as if the user had gone back to an older one."""
     messages: list[str] = []
-    with noting(messages, NOT_LATEST):
+    with reporting_to(messages, LATEST_NOT_UPDATED):
         catalog = scan(folder)
         if catalog.tags and catalog.tags[-1].record.id == save_id:
-            meant, line = meant_of(folder_at(folder), catalog)
-            if line and meant.record.id == save_id:
+            selected, note = default_tag(folder_at(folder), catalog)
+            if note and selected.record.id == save_id:
                 files.unlink(folder / LATEST_FILE)
     return messages
 
 
-def _sweep_one(files: Files, left: Sequence[tuple[str, str, Path]]) -> list[str]:
+def _sweep_save(files: Files, leftovers: Sequence[tuple[str, str, Path]]) -> list[str]:
     messages: list[str] = []
-    for kind, name, path in left:
+    for kind, name, path in leftovers:
         target = path.with_name(name)
-        with noting(messages, "leftovers of an earlier save could not be removed"):
+        with reporting_to(messages, "leftovers of an earlier save could not be removed"):
             if kind == SET_ASIDE and not is_committed(target):
                 if not target.exists() and is_committed(path):
                     files.rename(path, target)

@@ -1,10 +1,10 @@
 """The folder that a checkpoint's files are read from, local or behind a URL (`zstore.remote`); and its size on disk.
 
 [Note: sizes]
-Three sizes describe a checkpoint, with the same names in every command and page: its *array data* are the values alone; its
+Three sizes describe a checkpoint, with the same names in all commands and docs: its *array data* are the values alone; its
 *shard files* add index, checksums and padding; its *size on disk* counts all files, metadata and manifests included, as
-`ls -l` shows it. A file with several names (hard links) is *shared*; removing a checkpoint *frees* the files that have no name
-outside of it.
+`ls -l` shows it. A file with several names (hard links) is *shared*; removing a checkpoint *frees* the files that have no
+hard link elsewhere.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Folder(ABC):
     """A folder of files. Paths inside it have `/` between their parts. Usable from any thread."""
 
     is_local: bool
-    """Whether it is on a mounted file system: an operation then takes microseconds, and not a request over a network."""
+    """Whether it is on a mounted file system, where operations take microseconds instead of network requests."""
 
     traffic: NetworkTraffic | None = None
     """Traffic to and from a URL, of this folder and folders derived from it; None: not counted."""
@@ -62,7 +62,7 @@ class Folder(ABC):
         self.location = location
         """Path or URL, for messages."""
         self.name = name
-        """Its last part."""
+        """Last component of the location."""
 
     @property
     @abstractmethod
@@ -72,11 +72,11 @@ class Folder(ABC):
     @property
     @abstractmethod
     def parent(self) -> Folder:
-        """The folder above."""
+        """The parent folder."""
 
     @abstractmethod
     def child(self, name: str) -> Folder:
-        """Return the folder `name` in it, which need not exist."""
+        """Return the subfolder `name`, which need not exist."""
 
     @abstractmethod
     def location_of(self, file: str) -> str:
@@ -87,13 +87,13 @@ class Folder(ABC):
         """Return a small file's bytes.
 
         Raises FileNotFoundError or NotADirectoryError if it is missing, CorruptionError if it has more than `max_bytes` (by
-        default the limit of JSON files) or is a link or no file.
+        default the limit of JSON files) or is not a regular file.
         """
 
     @abstractmethod
     def read_range(self, file: str, start: int, stop: int) -> bytes:
         """Return bytes `[start, stop)` of a file, fewer if it ends before. Raises FileNotFoundError if it is missing,
-        CorruptionError if it is a link or no file."""
+        CorruptionError if it is not a regular file."""
 
     @abstractmethod
     def size(self, file: str) -> int:
@@ -101,11 +101,11 @@ class Folder(ABC):
 
     @abstractmethod
     def check_file(self, file: str) -> None:
-        """Raise FileNotFoundError if a local file is missing, CorruptionError if it, or a folder above it, is a link or of
-        another kind. Does nothing behind a URL: it has no links."""
+        """Raise FileNotFoundError if a local file is missing, CorruptionError if it is not a regular file, or a parent is
+        not a folder or is a link. Does nothing behind a URL, where there are no links."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
-        """Return for each of `files` the bytes, or the error of reading it."""
+        """Return the bytes of each of `files`, or the error of reading it."""
         return [self.try_read(file) for file in files]
 
     def try_read(self, file: str) -> bytes | Exception:
@@ -116,7 +116,7 @@ class Folder(ABC):
             return error
 
     def read_records(self, names: Sequence[str]) -> list[bytes | Exception]:
-        """Return the commit record in each of its folders `names`, or the error of reading it."""
+        """Return the commit record in each of the subfolders `names`, or the error of reading it."""
         return self.read_all([f"{name}/{RECORD_FILE}" for name in names])
 
     @abstractmethod
@@ -129,18 +129,18 @@ class Folder(ABC):
 
     @abstractmethod
     def sizes(self, top: str) -> dict[str, int | None]:
-        """Return the bytes of each file anywhere below its folder `top` (empty: itself), by path inside this one. None
-        for one that is not a regular file, such as a symbolic link. Empty if the folder does not exist."""
+        """Return the size of each file anywhere below the subfolder `top` (empty: the folder itself), by path inside the
+        folder; None if it is not a regular file, such as a symbolic link. Empty if `top` does not exist."""
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
-        """Return the bytes of the existing `files`; None for one that is not a regular file."""
-        wanted = set(files)
-        tops = {file.split("/")[0] for file in wanted}
-        return {file: size for top in tops for file, size in self.sizes(top).items() if file in wanted}
+        """Return the size of each of `files` that exists; None if it is not a regular file."""
+        requested = set(files)
+        tops = {file.split("/")[0] for file in requested}
+        return {file: size for top in tops for file, size in self.sizes(top).items() if file in requested}
 
     @abstractmethod
     def resources(self, res: IoResources) -> IoResources:
-        """Return `res`, made to read this folder's files by the names that `location_of` gives."""
+        """Return resources like `res` that can read this folder's files by their `location_of`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Folder) and (self.is_local, self.location) == (other.is_local, other.location)
@@ -158,10 +158,9 @@ def links_elsewhere(entry: Path) -> bool:
 
 
 class LocalFolder(Folder):
-    """A folder on a local file system, below which only folders and regular files count.
+    """A folder on a local file system. Links in it are not followed, but `path` itself may be a link.
 
-    `path` itself may be a link, as the user named it. `documents` are the bytes of small files that have already been
-    read, by path; each is returned once.
+    `documents` are the bytes of small files that have already been read, by path; each is returned once.
     """
 
     is_local = True
@@ -213,8 +212,8 @@ class LocalFolder(Folder):
             self._checked.add(parent)
         self._check(file, stat.S_ISREG, "a file")
 
-    def _check(self, inside: str, is_kind: Callable[[int], bool], expected: str) -> None:
-        path = self._path / inside
+    def _check(self, file: str, is_kind: Callable[[int], bool], expected: str) -> None:
+        path = self._path / file
         try:
             mode = os.lstat(path).st_mode
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -227,19 +226,19 @@ class LocalFolder(Folder):
             raise CorruptionError(f"{path} is not {expected}: the checkpoint was changed; restore it from another copy")
 
     def read_records(self, names: Sequence[str]) -> list[bytes | Exception]:
-        found: list[bytes | Exception] = []
+        records: list[bytes | Exception] = []
         for name in names:
             path = self._path / name
             try:
                 if links_elsewhere(path) and (path / RECORD_FILE).exists():
                     raise CorruptionError(
                         f"{path} is a symbolic link to {os.path.realpath(path)}, out of the folder of checkpoints: if that is "
-                        "meant, name that folder itself"
+                        "intended, name that folder itself"
                     )
-                found.append(self.child(name).read_small(RECORD_FILE, MAX_RECORD_BYTES))
+                records.append(self.child(name).read_small(RECORD_FILE, MAX_RECORD_BYTES))
             except (OSError, ValueError) as error:
-                found.append(error)
-        return found
+                records.append(error)
+        return records
 
     def has(self, file: str) -> bool:
         return (self._path / file).exists()
@@ -253,31 +252,31 @@ class LocalFolder(Folder):
         return Entries(tuple(folders), tuple(files))
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        found: dict[str, int | None] = {}
+        sizes: dict[str, int | None] = {}
         if (self._path / top).is_symlink():
-            return found
+            return sizes
         for folder, folders, names in os.walk(self._path / top):
-            inside = os.path.relpath(folder, self._path).replace(os.sep, "/")
-            above = "" if inside == "." else f"{inside}/"
+            relative = os.path.relpath(folder, self._path).replace(os.sep, "/")
+            prefix = "" if relative == "." else f"{relative}/"
             links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
-            found |= plain_sizes(self._path, (f"{above}{name}" for name in (*names, *links)))
-        return found
+            sizes |= regular_file_sizes(self._path, (f"{prefix}{name}" for name in (*names, *links)))
+        return sizes
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
-        return plain_sizes(self._path, files)
+        return regular_file_sizes(self._path, files)
 
     def resources(self, res: IoResources) -> IoResources:
         return res
 
 
-def plain_sizes(folder: Path, files: Iterable[str]) -> dict[str, int | None]:
-    """Return the bytes of the `files` that are in `folder`, by path inside it; None for one that is not a regular file."""
-    found: dict[str, int | None] = {}
+def regular_file_sizes(folder: Path, files: Iterable[str]) -> dict[str, int | None]:
+    """Return the size of each of `files` that exists in `folder`, by path inside it; None if it is not a regular file."""
+    sizes: dict[str, int | None] = {}
     for file in files:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.lstat(folder / file)
-            found[file] = status.st_size if stat.S_ISREG(status.st_mode) else None
-    return found
+            sizes[file] = status.st_size if stat.S_ISREG(status.st_mode) else None
+    return sizes
 
 
 FolderLike = UserPath | Folder
@@ -285,32 +284,32 @@ FolderLike = UserPath | Folder
 
 
 def folder_at(place: FolderLike) -> Folder:
-    """Return the folder that `place` is, or the local one of that path."""
+    """Return `place` itself if it is a folder, else the local folder with that path."""
     return place if isinstance(place, Folder) else LocalFolder(user_path(place))
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a checkpoint, with all its names."""
+    """A file of a checkpoint, and its hard links."""
 
     nbytes: int
-    names_here: int
-    """Hard links to it in the checkpoint."""
-    names: int
-    """Hard links to it anywhere."""
+    links_inside: int
+    """Number of its hard links in the checkpoint."""
+    num_links: int
+    """Number of all its hard links."""
 
 
 @dataclass(frozen=True)
 class StoredFiles:
-    """The files of checkpoints, each once; behind a URL, which has no links, all files of a checkpoint as one."""
+    """The files of checkpoints, each once; behind a URL, where there are no links, a checkpoint counts as one file."""
 
     files: Mapping[Hashable, StoredFile]
-    """Files by a key that is the same for the same file of any checkpoint."""
+    """Files by a key that identifies the file, also across checkpoints."""
 
     @property
     def num_files(self) -> int:
-        """Names of files in the checkpoints."""
-        return sum(file.names_here for file in self.files.values())
+        """Number of file names in the checkpoints."""
+        return sum(file.links_inside for file in self.files.values())
 
     @property
     def size_bytes(self) -> int:
@@ -319,38 +318,38 @@ class StoredFiles:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that removing the checkpoint frees."""
-        return sum(file.nbytes for file in self.files.values() if file.names_here >= file.names)
+        """Bytes that removing the checkpoints frees."""
+        return sum(file.nbytes for file in self.files.values() if file.links_inside >= file.num_links)
 
 
 def stored_files(place: FolderLike) -> StoredFiles:
-    """Return the files of the checkpoint in the tag's folder `place`, without files that are removed during the call."""
+    """Return the files of the checkpoint in the tag's folder `place`; files removed during the call are skipped."""
     folder = folder_at(place)
     if not folder.is_local:
         sizes = folder.sizes("").values()
         return StoredFiles({folder.location: StoredFile(sum(size or 0 for size in sizes), len(sizes), len(sizes))})
-    found: dict[Hashable, StoredFile] = {}
+    by_file: dict[Hashable, StoredFile] = {}
     for parent, _, names in os.walk(folder.path):
         for name in names:
             with contextlib.suppress(OSError):
                 status = os.lstat(os.path.join(parent, name))
                 key = status.st_dev, status.st_ino
-                names_here = found[key].names_here + 1 if key in found else 1
-                found[key] = StoredFile(status.st_size, names_here, status.st_nlink)
-    return StoredFiles(found)
+                links_inside = by_file[key].links_inside + 1 if key in by_file else 1
+                by_file[key] = StoredFile(status.st_size, links_inside, status.st_nlink)
+    return StoredFiles(by_file)
 
 
 def shared_bytes(tables: Sequence[StoredFiles]) -> list[int]:
-    """Return for each checkpoint the bytes of the files that it shares with others of `tables`."""
+    """Return for each of `tables` the bytes of the files that it shares with others of them."""
     counts = Counter(key for table in tables for key in table.files)
     return [sum(file.nbytes for key, file in table.files.items() if counts[key] > 1) for table in tables]
 
 
 def joined_files(tables: Iterable[StoredFiles]) -> StoredFiles:
-    """Return the files of several checkpoints together, whose `freed_bytes` is not the sum of theirs."""
-    found: dict[Hashable, StoredFile] = {}
+    """Return the files of several checkpoints together; `freed_bytes` of the result is not the sum of theirs."""
+    by_file: dict[Hashable, StoredFile] = {}
     for table in tables:
         for key, file in table.files.items():
-            names_here = found[key].names_here if key in found else 0
-            found[key] = replace(file, names_here=names_here + file.names_here)
-    return StoredFiles(found)
+            links_inside = by_file[key].links_inside if key in by_file else 0
+            by_file[key] = replace(file, links_inside=links_inside + file.links_inside)
+    return StoredFiles(by_file)

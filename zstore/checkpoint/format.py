@@ -1,8 +1,8 @@
-"""The JSON files of a checkpoint that are zstore's own: the commit record and the ranks' manifests.
+"""zstore's own JSON files of a checkpoint: the commit record and the ranks' manifests.
 
 [Note: JSON state]
-The engine's state in the record and in a manifest is JSON: objects with text keys, lists, text, whole numbers,
-floats, true, false, null. JSON has no NaN or infinity: such a float is the object `{"$float": "nan" | "inf" | "-inf"}`.
+The engine's state in the record and in a manifest is JSON: objects with string keys, lists, strings, integers, floats,
+true, false, null. JSON has no NaN or infinity: such a float is the object `{"$float": "nan" | "inf" | "-inf"}`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ RECORD_FORMAT = "zstore checkpoint"
 MANIFEST_FORMAT = "zstore manifest"
 COMPLETE = "complete"
 ABSENT_KEY = "frozen_left_out"
-"""Key of a record's state: names of the model's parameters that the checkpoint leaves out."""
+"""Key of a record's state: names of the model's parameters that the checkpoint omits."""
 LATEST_KEY = "latest"
 """Key of a record's state: false in a checkpoint that is loaded only by its tag."""
 
 MAX_JSON_BYTES = 256 * 1024 * 1024
-"""A larger JSON file is not read."""
+"""Larger JSON files are not read."""
 MAX_JSON_VALUES = 2**24
-"""A JSON file with more values is not parsed: a small file could take much memory."""
+"""JSON files with more values are not parsed, because even a small file could take much memory."""
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 MAX_RECORD_VALUES = 2**20
 MAX_RANKS = 2**20
@@ -57,27 +57,27 @@ class Manifest:
     outcome: str
     """`complete`, or `failed: ` and the reason."""
     layout: str = ""
-    """SHA-256, hex, of the arrays and cuts for which the rank stored all its shards."""
+    """SHA-256, hex, of the arrays and grids of which the rank stored all its shards."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
-    """JSON that belongs only to this rank, such as the states of its random number generators."""
+    """JSON state of this rank, such as the states of its random number generators."""
     shards: tuple[ShardSummary, ...] = ()
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
         head = {"format": MANIFEST_FORMAT, "version": FORMAT_VERSION, **vars(self)}
         document = head | {"rank_state": encode_state(self.rank_state, "rank_state"), "shards": []}
-        # One at a time: see [Note: objects of a save].
+        # Entry by entry: see [Note: objects of a save].
         return dump_json(document)[:-2] + b",".join(_encode_entry(entry) for entry in self.shards) + b"]}"
 
     @classmethod
     def decode_head(cls, data: bytes, path: str) -> Manifest:
-        """Return a manifest that `encode` made without its shards, which are most of it; see `decode`."""
+        """Return a manifest from `encode` without its shards, which are most of it; see `decode`."""
         head, found, _ = data.rpartition(_SHARDS)
         return cls.decode(head + _SHARDS + b"]}" if found else data, path)
 
     @staticmethod
     def sum_bytes(data: bytes, *, linked: bool) -> int:
-        """Return the bytes of the linked shard files, or of the others, without decoding the manifest, which `encode` made."""
+        """Return the bytes of the linked shard files, or of the others, without decoding the manifest."""
         sizes = rb'"bytes":(\d+),"linked":' + (b"true" if linked else b"false")
         return sum(map(int, re.findall(sizes, data.rpartition(_SHARDS)[2])))
 
@@ -89,8 +89,8 @@ class Manifest:
         shards = _get(document, "shards", list, path)
         return cls(
             id=_get(document, "id", str, path),
-            rank=_count(document, "rank", MAX_RANKS, path),
-            world_size=_count(document, "world_size", MAX_RANKS, path),
+            rank=_get_count(document, "rank", MAX_RANKS, path),
+            world_size=_get_count(document, "world_size", MAX_RANKS, path),
             outcome=_get(document, "outcome", str, path),
             shards=tuple(_decode_entry(entry, path) for entry in shards),
             rank_state=decode_state(_get(document, "rank_state", dict, path)),
@@ -122,8 +122,8 @@ def _decode_entry(entry: object, path: str) -> ShardSummary:
         raise CorruptionError(f"{path}: crc32c is not a string of 8-digit checksums")
     return ShardSummary(
         array=_get(entry, "array", str, path),
-        shard=_count(entry, "shard", MAX_RANKS, path),
-        file_bytes=_count(entry, "bytes", 2**63, path),
+        shard=_get_count(entry, "shard", MAX_RANKS, path),
+        file_bytes=_get_count(entry, "bytes", 2**63, path),
         crcs=tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, len(raw), 4)),
         linked=_get(entry, "linked", bool, path),
     )
@@ -140,7 +140,7 @@ class Record:
     world_size: int
     """Ranks that the arrays are laid out for; each has a manifest."""
     training_world_size: int
-    """Ranks of the run that saved the state; if it was resharded since, `world_size` differs, and no rank has states."""
+    """Ranks of the run that saved the state; if it has been resharded, `world_size` differs, and ranks have no states."""
     run: str = ""
     """Id of the training run, kept across resumes; retention deletes only checkpoints of its own run."""
     committed_ns: int = 0
@@ -150,7 +150,7 @@ class Record:
     manifest_sha256: tuple[str, ...]
     """SHA-256 of each rank's manifest, hex, by rank."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """JSON of the whole run: counters, scheduler, loss scale, position in the data, client state."""
+    """JSON state of the whole run: counters, scheduler, loss scale, position in the data, client state."""
 
     @property
     def digests(self) -> dict[str, str]:
@@ -160,13 +160,13 @@ class Record:
 
     @property
     def absent_parameters(self) -> list[str]:
-        """Frozen parameters that the save was asked to omit."""
+        """Frozen parameters that the save omitted on request."""
         names = self.state.get(ABSENT_KEY)
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     @property
     def is_latest(self) -> bool:
-        """Whether the checkpoint may count as the newest of its folder, unless its save excluded that."""
+        """Whether the checkpoint may count as the newest in its folder; its save can exclude that."""
         return self.state.get(LATEST_KEY) is not False
 
     def encode(self) -> bytes:
@@ -189,7 +189,7 @@ class Record:
         _check_kind(document, RECORD_FORMAT, path)
         if document.pop("digest", None) != _digest(document):
             raise CorruptionError(f"{path} fails its digest: the record is damaged; restore it from another copy")
-        world_size = _count(document, "world_size", MAX_RANKS, path)
+        world_size = _get_count(document, "world_size", MAX_RANKS, path)
         digests = _get(document, "manifest_sha256", list, path)
         if len(digests) != world_size or not all(isinstance(d, str) for d in digests):
             raise CorruptionError(f"{path}: expected the digests of {world_size} manifests, got {len(digests)}")
@@ -202,11 +202,11 @@ class Record:
         return cls(
             id=save_id,
             tag=tag,
-            step=_count(document, "step", 2**63, path),
+            step=_get_count(document, "step", 2**63, path),
             world_size=world_size,
-            training_world_size=_count(document, "training_world_size", MAX_RANKS, path),
+            training_world_size=_get_count(document, "training_world_size", MAX_RANKS, path),
             run=_get(document, "run", str, path),
-            committed_ns=_count(document, "committed_ns", 2**63, path),
+            committed_ns=_get_count(document, "committed_ns", 2**63, path),
             metadata_sha256=_get(document, "metadata_sha256", str, path),
             manifest_sha256=tuple(digests),
             state=decode_state(_get(document, "state", dict, path)),
@@ -225,8 +225,8 @@ def encode_state(value: Any, where: str) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value that training loops often have in a form of JSON: a numpy number as the plain number, a path as text, an
-    `argparse.Namespace` as the dict of its values; any other value unchanged."""
+    """Return values that are common in training loops as JSON values: a numpy scalar as a number, a path as a string, an
+    `argparse.Namespace` as a dict; any other value unchanged."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Namespace):
@@ -273,10 +273,10 @@ def decode_state(value: Any, depth: int = 0) -> Any:
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Return the bytes of a JSON file of a checkpoint.
 
-    Raises FileNotFoundError or NotADirectoryError if it is missing, CorruptionError if it is larger than any such
-    file, a symbolic link or no file, StorageError if it cannot be read.
+    Raises FileNotFoundError or NotADirectoryError if it is missing, CorruptionError if it has more than `max_bytes` or is
+    not a regular file, StorageError if it cannot be read.
     """
-    # A pipe would block its reader forever; a link may lead anywhere.
+    # A pipe would block its reader forever; a link could point anywhere.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         if path.is_symlink():
@@ -285,7 +285,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CorruptionError(f"{path} is not a regular file: it is not part of a checkpoint")
-            # Sized by the file: the limit would reserve the address space of a process that reads many at once.
+            # By the file's size: reading up to the limit would reserve that much memory in each of many threads.
             data = file.read(status.st_size + 1) if status.st_size <= max_bytes else None
     except (FileNotFoundError, NotADirectoryError):
         raise
@@ -310,7 +310,7 @@ def parse_json(data: bytes, path: str, max_values: int = MAX_JSON_VALUES) -> dic
 
 
 def _num_values(data: bytes) -> int:
-    """Return at least the number of values in JSON; more if text has these characters."""
+    """Return an upper bound of the number of values in JSON."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
@@ -342,8 +342,8 @@ def _get(document: Mapping[str, Any], key: str, kind: type, path: str) -> Any:
     return value
 
 
-def _count(document: Mapping[str, Any], key: str, most: int, path: str) -> int:
+def _get_count(document: Mapping[str, Any], key: str, maximum: int, path: str) -> int:
     value: int = _get(document, key, int, path)
-    if not 0 <= value <= most:
-        raise CorruptionError(f"{path}: expected {key!r} to be from 0 to {most}, got {brief(value)}")
+    if not 0 <= value <= maximum:
+        raise CorruptionError(f"{path}: expected {key!r} to be from 0 to {maximum}, got {brief(value)}")
     return value

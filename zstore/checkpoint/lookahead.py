@@ -1,9 +1,9 @@
-"""Reading ranges of arrays in order, ahead of their use, each stored chunk once, in bounded memory.
+"""Prefetching of ranges of arrays, in order, reading each stored chunk once, in bounded memory.
 
 [Note: spans]
-Ranges are cut at the ends of stored chunks into spans of about `span_bytes`. Threads load spans in order into a fixed set of
-buffers; a buffer is free again once its span is used. A span is created when its loading begins: all spans of a huge
-checkpoint would take gigabytes.
+Ranges are split at the ends of stored chunks into spans of about `span_bytes`. Threads load spans in order into a fixed set
+of buffers; a buffer is reused once its span has been consumed. A `Span` object is created when its loading begins: the
+objects of all spans of a huge checkpoint would take gigabytes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Range = tuple[str, int, int]
 """An array's name and global flat elements `[first, stop)` of it."""
 
 OnRead = Callable[[int, int, int], None]
-"""`on_read(number, first, stop)`: elements `[first, stop)` of target number `number`, counted from its first, were read. Called
-by the thread that read them, in whose cache they may still be."""
+"""`on_read(number, first, stop)`: elements `[first, stop)` of target number `number`, relative to the target, were read.
+Called in the thread that read them, while they may still be in its cache."""
 
 MEMORY_BYTES = 48 * 1024 * 1024
 _MIN_DEPTH = 6
 _NUM_REQUESTS = 12
-"""Concurrent requests of `use_spans`, at most."""
+"""Maximum concurrent requests of `use_spans`."""
 _NUM_LOCAL_REQUESTS = 20
-"""Concurrent requests of `read_into` for local files: some threads wait for the drive while others process their bytes."""
+"""Concurrent requests of `read_into` for local files: some threads wait for the drive while others process data."""
 _MIN_USERS = 4
 _USERS_PER_CORE = 2
-"""Threads of `use_spans` that read local files: more compete for cores and caches (docs/design/0006-checkpoints.md)."""
+"""Threads of `use_spans` per core, for local files; more would compete for caches (docs/design/0006-checkpoints.md)."""
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
     grid, itemsize = array.grid, array.spec.itemsize
     while first < stop:
         shard, local = divmod(first, grid.shard_numel)
-        # Counted by their size in the file, so that a span is not slightly more than a request.
+        # By the size of chunks in the file, so that a span does not slightly exceed a request.
         chunks = max(1, span_bytes // round_up(grid.chunk_numel * itemsize + CRC_BYTES, BLOCK_BYTES))
         end = min((local // grid.chunk_numel + chunks) * grid.chunk_numel, grid.shard_numel)
         end = min(shard * grid.shard_numel + end, stop)
@@ -81,12 +81,12 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
 
 
 def _spans_memory(reader: ArraySource) -> int:
-    """Return about the bytes of spans in addition to the reader's pool."""
+    """Return the approximate bytes of spans, in addition to the reader's pool."""
     return min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
 
 
 class ReadAhead(Closing):
-    """Loads `ranges` of `reader`'s arrays ahead of one thread that uses them in that order. Close it, or use it in a `with`
+    """Prefetches `ranges` of `reader`'s arrays for one thread that uses them in that order. Close it, or use it in a `with`
     block.
 
     The spans take about `memory_bytes` in addition to the reader's pool (default: 48 MiB, at most half of the pool). Either
@@ -98,7 +98,7 @@ class ReadAhead(Closing):
         num_threads = reader.num_readers
         if memory_bytes is None:
             memory_bytes = _spans_memory(reader)
-        # A span is at least a chunk, of up to 1 MiB: little memory has few spans.
+        # A span is at least one chunk, of up to 1 MiB, so little memory means few spans.
         depth = min(2 * num_threads, max(_MIN_DEPTH, memory_bytes // 2**20))
         span_bytes = memory_bytes // depth
         max_bytes = 0
@@ -108,19 +108,19 @@ class ReadAhead(Closing):
             max_bytes = max(max_bytes, min(max(span_bytes, chunk_bytes), (stop - first) * array.spec.itemsize))
         self._slabs = Slabs(max_bytes)
         self._next_spans = (
-            each for one, low, high in ranges for each in cut_spans(reader.array(one), low, high, span_bytes)
+            span for key, low, high in ranges for span in cut_spans(reader.array(key), low, high, span_bytes)
         )
         self._loading: deque[tuple[Span, Ticket[None]]] = deque()
-        """Spans that are loaded or being loaded, in order."""
+        """Spans that are loaded or being loaded, in order, with the tickets of the loads."""
         self._current: Span | None = None
         """The span that `read` copies from."""
         self._closed = False
         self._workers = Workers(num_threads, "zstore-ahead")
         for _ in range(depth):
-            self._begin()
+            self._start_next()
 
-    def _begin(self) -> None:
-        """Load the next span, whose memory is free."""
+    def _start_next(self) -> None:
+        """Start loading the next span; there is memory for it."""
         span = None if self._closed else next(self._next_spans, None)
         if span is not None:
             self._loading.append((span, self._workers.submit(partial(self._load, span))))
@@ -131,11 +131,11 @@ class ReadAhead(Closing):
             self._reader.read(span.name, span.first, span.stop, span.data)
 
     def take(self) -> Span | None:
-        """Return the next span, loaded, or None after the last; the caller releases it."""
+        """Return the next span once it is loaded, or None after the last; the caller releases it."""
         if self._closed:
             raise UsageError("the read-ahead was closed")
         if not self._loading:
-            self._begin()  # the previous spans failed, or the caller has not released them
+            self._start_next()  # the previous spans failed, or the caller has not released them
         if not self._loading:
             return None
         span, loaded = self._loading.popleft()
@@ -147,11 +147,11 @@ class ReadAhead(Closing):
         if span.slab is not None:
             self._slabs.release(span.slab)
             span.slab = None
-            self._begin()
+            self._start_next()
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
         """Copy elements `[first, stop)`, part of one of the ranges, into `out`: contiguous elements, or bytes as uint8.
-        Raises UsageError for elements that are not among the next spans'."""
+        Raises UsageError for elements that are not in the next spans."""
         target = out.reshape(-1).view(np.uint8)
         position = first
         while position < stop:
@@ -164,7 +164,7 @@ class ReadAhead(Closing):
             position = end
 
     def _span_at(self, name: str, position: int) -> Span:
-        """Return the span of an element, and release the previous spans."""
+        """Return the span with element `position`, and release the previous spans."""
         span = self._current
         while span is None or span.slab is None or span.name != name or not span.first <= position < span.stop:
             if span is not None:
@@ -181,14 +181,14 @@ class ReadAhead(Closing):
 
 
 def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span], None], name: str) -> None:
-    """Read `ranges` in spans of a request each, roughly in order, and call `use` for each, in several threads called `name`.
+    """Read `ranges` in spans of one request each, roughly in order, and call `use` for each, in several threads named `name`.
 
-    The thread that read a span uses it, in whose cache it may still be, and frees it. The first error stops all threads and is
-    raised. The spans take at most as much memory as with `ReadAhead`.
+    A span is used in the thread that read it, while it may still be in cache, and then freed. The first error stops all
+    threads and is raised. The spans take at most as much memory as with `ReadAhead`.
     """
     memory_bytes, request_bytes = _spans_memory(reader), reader.resources.request_bytes
-    wanted = reader.num_readers if reader.is_remote else min(_NUM_REQUESTS, _USERS_PER_CORE * num_cores())
-    num_threads = max(_MIN_USERS, min(wanted, memory_bytes // request_bytes))
+    max_threads = reader.num_readers if reader.is_remote else min(_NUM_REQUESTS, _USERS_PER_CORE * num_cores())
+    num_threads = max(_MIN_USERS, min(max_threads, memory_bytes // request_bytes))
     span_bytes = min(request_bytes, memory_bytes // num_threads)
     slabs = Slabs(span_bytes)
 
@@ -200,7 +200,7 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
         use(span)
         slabs.release(slab)
 
-    spans = (span for one, first, stop in ranges for span in cut_spans(reader.array(one), first, stop, span_bytes))
+    spans = (span for key, first, stop in ranges for span in cut_spans(reader.array(key), first, stop, span_bytes))
     if ranges:
         with Workers(num_threads, name) as workers:
             workers.run(partial(work, span) for span in spans)
@@ -209,7 +209,7 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
 def read_into(
     reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]], on_read: OnRead | None = None
 ) -> None:
-    """Read each range whole into its memory, contiguous elements or bytes, by several threads at once, a request each.
+    """Read each range into its memory, contiguous elements or bytes, in several threads with one request each.
 
     Uses only the memory of the reader's pool. The first error stops all reads and is raised; the content is then undefined.
     """

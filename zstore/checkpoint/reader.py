@@ -1,5 +1,5 @@
-"""Reading any range of any array of a checkpoint, local or remote; the interface serves checkpoints of other software too. In
-parallel, in bounded memory, with every chunk verified. No torch.
+"""Reading any range of any array of a checkpoint, local or remote, in parallel, in bounded memory, with every chunk
+verified. Checkpoints of other software implement the same interface. No torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..format.arrays import ArraySpec, Grid, empty_array, numpy_dtype, plan_read
 from ..format.codecs import Codec
 from ..format.shardfile import layout_of
 from ..io.archives import PackedReader
-from ..io.closing import OF_THE_PARENT, Closing, notify_of_fork
+from ..io.closing import FORKED_ERROR_TEXT, Closing, register_forkable
 from ..io.shards import IoResources, ShardReader, open_resources
 from .catalog import Refusal, TagInfo, list_tags, read_record, resolve, scan
 from .folder import Folder, FolderLike, folder_at
@@ -31,7 +31,7 @@ from .layout import METADATA_FILE, RECORD_FILE, manifest_file, natural_key, pars
 NUM_THREADS = 4
 """I/O threads of a source created without resources."""
 NUM_REMOTE_REQUESTS = 12
-"""Concurrent requests over a network: each takes tens of milliseconds, whatever it reads."""
+"""Concurrent requests over a network: each takes tens of milliseconds, however little it reads."""
 _NUM_LOCAL_READERS = 6
 
 
@@ -41,16 +41,16 @@ class StoredArray:
 
     spec: ArraySpec
     grid: Grid
-    """How it is cut in its files; reads that end at a chunk's end cost least."""
+    """How it is split in its files; reads that end at a chunk's end are cheapest."""
     folder: str
-    """Its place inside the source, for messages; in our checkpoints its folder."""
+    """Its location inside the source, for messages; in zstore's checkpoints its folder."""
     codec: Codec | None = None
-    """The codec of its chunks; a store cannot link compressed shard files."""
+    """The codec of its chunks, if they are compressed; a store cannot link compressed shard files."""
     shard_bytes: tuple[int, ...] | None = None
     """Bytes of each shard file if it is compressed."""
 
     def open_shard(self, resources: IoResources, path: str, shard: int) -> ShardReader:
-        """Return the reader of one of its shard files, unchecked."""
+        """Return a reader of one of its shard files, without checking the file."""
         if self.codec is None:
             return ShardReader(resources, path, self.spec, self.grid, shard, check=False)
         return PackedReader(resources, path, (self.spec, self.grid, self.codec), shard)
@@ -77,16 +77,16 @@ class StoredArray:
 class ArraySource(Closing):
     """Named arrays and the state of the run that they belong to. Close it, or use it in a `with` block.
 
-    Usable from any thread except an I/O thread. Names follow our format: `model/...` (weights in their best
+    Usable from any thread except an I/O thread. Names follow zstore's format: `model/...` (weights in their best
     precision), `optimizer/<slot>/...`, `buffer/...`, `client/...`.
     """
 
     kind: str = "a checkpoint of other software"
     """The software that wrote the checkpoint, for messages: "zstore", "DeepSpeed stage 2"."""
     notes: tuple[str, ...] = ()
-    """State that is not carried over from, or is missing in, other software's checkpoint: for one warning on use."""
+    """State of another library's checkpoint that is missing or cannot be converted; reported in one warning on use."""
     weight_files: Collection[str] = ()
-    """The files with the arrays, if the source is a model's folder, which belongs wholly to the model; else empty."""
+    """The files with the arrays, if the source is the folder of a model; else empty."""
 
     def __init__(
         self,
@@ -101,24 +101,24 @@ class ArraySource(Closing):
         """Path or URL, for messages."""
         self.tag: str = tag
         self.record: Record = record
-        """The commit record; for other software's checkpoint its counterpart, with an empty `id`."""
+        """The commit record; for a checkpoint of other software an equivalent, with an empty `id`."""
         self.arrays: dict[str, StoredArray] = {}
         self._cleanup = contextlib.ExitStack()
         self.is_remote: bool = False
-        """Whether reads go over a network: they wait long and use little processor time."""
+        """Whether reads go over a network, with high latency and little CPU time."""
         self.resources: IoResources = resources or self._cleanup.enter_context(open_resources(num_threads=num_threads))
         """Threads and buffers; released by `close` unless the caller passed them."""
         self.is_forked = False
-        """Whether this is a forked child of the process that opened it; a child reads nothing."""
-        notify_of_fork(self)
+        """Whether this process is a forked child of the one that opened it; it then cannot read."""
+        register_forkable(self)
 
     def _forked(self) -> None:
-        """Mark it as the parent's in a forked child: its buffers may be in use and its locks taken forever."""
+        """Disable it in a forked child: its buffers may be in use, and its locks held forever."""
         self.is_forked = True
 
     @property
     def num_readers(self) -> int:
-        """How many concurrent `read` calls serve this source best."""
+        """The number of concurrent `read` calls that is best for this source."""
         return NUM_REMOTE_REQUESTS if self.is_remote else _NUM_LOCAL_READERS
 
     @property
@@ -135,7 +135,7 @@ class ArraySource(Closing):
         """
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """Return the JSON that belongs only to rank `rank` of the saving run; empty if it has none."""
+        """Return the JSON state of rank `rank` of the saving run; empty if it has none."""
         return {}
 
     def reading(self) -> ReadStatistics | None:
@@ -143,18 +143,18 @@ class ArraySource(Closing):
         return None
 
     def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
-        """Return the committed crc32c of each chunk with values of a shard; None if they are not recorded."""
+        """Return the committed crc32c of each present chunk of a shard; None if they are not recorded."""
         return None
 
     def file_of(self, name: str, shard: int) -> Path | None:
-        """Return the path of a shard's local, uncompressed file in our format, which may be linked instead of being read;
-        None without one. Raises CorruptionError if it is missing, truncated, or its index is damaged."""
+        """Return the path of a shard's local, uncompressed file in zstore's format, which may be linked instead of read;
+        None if there is none. Raises CorruptionError if it is missing, truncated, or its index is damaged."""
         return None
 
     def checked_target(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        """Return the memory `out` of a `read` as bytes; raises UsageError if it does not fit the elements."""
+        """Return the `out` of a `read` as bytes; raises UsageError if it does not fit the elements."""
         if self.is_forked:
-            raise UsageError(f"the checkpoint {self.location} {OF_THE_PARENT}")
+            raise UsageError(f"the checkpoint {self.location} {FORKED_ERROR_TEXT}")
         spec = self.array(name).spec
         if not 0 <= first <= stop <= spec.numel:
             raise UsageError(f"elements [{first}, {stop}) are not in array {name!r} of {spec.numel} elements")
@@ -170,7 +170,7 @@ class ArraySource(Closing):
         return self.arrays[name]
 
     def names(self) -> list[str]:
-        """Return the names of all arrays, numbered names in the order of the numbers."""
+        """Return the names of all arrays, in natural order."""
         return sorted(self.arrays, key=natural_key)
 
     def known(self, name: str) -> StoredArray:
@@ -197,21 +197,21 @@ class ReadStatistics:
     """The reads of a checkpoint so far."""
 
     read_bytes: int
-    """From a URL all bytes over the network, else the bytes of chunks; checksums and alignment included."""
+    """From a URL, all bytes over the network; else the bytes of chunks. Checksums and alignment are included."""
     asked_bytes: int
     """Bytes of the requested elements."""
     requests: int
     """Operations on a URL; 0 for a folder."""
 
     def text(self) -> str:
-        """Return a line for people."""
+        """Return the statistics as a line of text."""
         text = f"read {format_bytes(self.read_bytes)}"
         if self.asked_bytes:
             text += f" for {format_bytes(self.asked_bytes)} of array data"
         if self.requests:
             text += f" in {format_count(self.requests, 'request')}"
-        more = self.read_bytes / self.asked_bytes - 1 if self.asked_bytes else 0
-        return text + (f": {more:.0%} more than needed, since chunks are read whole" if more > 0.005 else "")
+        excess = self.read_bytes / self.asked_bytes - 1 if self.asked_bytes else 0
+        return text + (f": {excess:.0%} more than needed, since chunks are read whole" if excess > 0.005 else "")
 
 
 _MAX_OPEN_SHARDS = 4096
@@ -244,7 +244,7 @@ class CheckpointReader(ArraySource):
         self._decoding = threading.Lock()
         self._shards: OrderedDict[tuple[str, int], ShardReader] = OrderedDict()
         self._lock = threading.Lock()
-        self._retired_bytes = 0
+        self._evicted_read_bytes = 0
         try:
             self._find_sizes()
         except BaseException:
@@ -271,7 +271,7 @@ class CheckpointReader(ArraySource):
     def read_bytes(self) -> int:
         """Bytes of chunks read from files so far, checksums and alignment included."""
         with self._lock:
-            return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
+            return self._evicted_read_bytes + sum(shard.read_bytes for shard in self._shards.values())
 
     def reading(self) -> ReadStatistics:
         """Return the statistics of the reads so far."""
@@ -283,8 +283,8 @@ class CheckpointReader(ArraySource):
         )
 
     def manifest(self, rank: int) -> Manifest:
-        """Return the manifest of rank `rank` of the saving run, checked against the record. Raises CorruptionError if
-        it is missing or differs from the committed one."""
+        """Return the manifest of rank `rank` of the saving run, verified against the record. Raises CorruptionError if it
+        is missing or differs from the committed one."""
         path = self.folder.location_of(manifest_file(rank))
         try:
             data = self.folder.read_small(manifest_file(rank))
@@ -303,12 +303,12 @@ class CheckpointReader(ArraySource):
                 piece = target[(part.first - first) * itemsize : (part.stop - first) * itemsize]
                 self.open_shard(name, part.shard).read(part.first, part.stop, piece)
         except CorruptionError as error:
-            if (change := self._change_since_open()) is not None:
-                raise CorruptionError(f"{self.location} {change} while it was read: open it again") from error
+            if (reason := self._change_since_open()) is not None:
+                raise CorruptionError(f"{self.location} {reason} while it was read: open it again") from error
             raise
 
     def _change_since_open(self) -> str | None:
-        """Return what happened to the checkpoint since it was opened; None if it is unchanged."""
+        """Return how the checkpoint was changed since it was opened, as text; None if it was not."""
         try:
             return None if read_record(self.folder).id == self.record.id else "was replaced by another save"
         except (FileNotFoundError, NotADirectoryError):
@@ -319,7 +319,7 @@ class CheckpointReader(ArraySource):
     def read_array(self, name: str) -> npt.NDArray[Any]:
         if self.folder.is_local:
             for shard in range(self.array(name).grid.num_shards):
-                self.open_shard(name, shard)  # its file exists in full size: checked before memory is allocated
+                self.open_shard(name, shard)  # before memory is allocated, check that its file has its full size
         return super().read_array(name)
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
@@ -328,12 +328,12 @@ class CheckpointReader(ArraySource):
     def file_of(self, name: str, shard: int) -> Path | None:
         if not self.folder.is_local or self.array(name).codec is not None:
             return None
-        opened = self.open_shard(name, shard)
-        opened.check_index()
-        return Path(opened.path)
+        shard_reader = self.open_shard(name, shard)
+        shard_reader.check_index()
+        return Path(shard_reader.path)
 
     def open_shard(self, name: str, shard: int) -> ShardReader:
-        """Return the reader of one shard file, of the right size; its index is checked with its first chunk."""
+        """Return the reader of one shard file, whose size is checked now, and its index with its first chunk."""
         key = (name, shard)
         with self._lock:
             if key in self._shards:
@@ -348,21 +348,21 @@ class CheckpointReader(ArraySource):
             raise CorruptionError(
                 f"array {name!r}: the shard file {path} is missing; restore it from another copy"
             ) from error
-        opened = array.open_shard(self.shard_resources, path, shard)
-        if self.folder.is_local:  # behind a URL, that would be another request, and chunks have checksums
-            opened.check_size()
-        opened.expect_crcs(crcs)
+        shard_reader = array.open_shard(self.shard_resources, path, shard)
+        if self.folder.is_local:  # behind a URL, that would be another request; chunks have checksums anyway
+            shard_reader.check_size()
+        shard_reader.expect_crcs(crcs)
         with self._lock:
-            kept = self._shards.setdefault(key, opened)
+            cached = self._shards.setdefault(key, shard_reader)
             if len(self._shards) > _MAX_OPEN_SHARDS:
-                self._retired_bytes += self._shards.popitem(last=False)[1].read_bytes
-        return kept
+                self._evicted_read_bytes += self._shards.popitem(last=False)[1].read_bytes
+        return cached
 
     def shard_crcs(self, name: str, shard: int) -> Sequence[int]:
-        """Return the crc32c of each chunk of a shard that has values, by the manifest; in an archive of its compressed bytes.
+        """Return the crc32c of each present chunk of a shard, from the manifest; in an archive, of the compressed bytes.
         Raises CorruptionError if the manifest lacks them."""
         array = self.array(name)
-        # Rank r stores shard r. Decoded once, although all threads of a load start here.
+        # Rank r stores shard r. The lock makes concurrent threads decode a manifest only once.
         with self._decoding:
             if shard not in self._crcs:
                 entries = self.manifest(shard).shards
@@ -381,8 +381,8 @@ def checked_metadata(
 ) -> tuple[dict[str, Any], dict[str, StoredArray]]:
     """Return the root's document and the arrays that it describes; `data` was read from `path`.
 
-    Raises CorruptionError for bytes that were not committed, or more than `max_values` values, CheckpointMismatchError for
-    arrays of a newer version.
+    Raises CorruptionError if `data` is not what was committed, or has more than `max_values` values,
+    CheckpointMismatchError for arrays of a newer version.
     """
     if sha256(data) != record.metadata_sha256:
         raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
@@ -422,11 +422,11 @@ def open_checkpoint(
 
 
 def tags(place: FolderLike) -> list[TagInfo]:
-    """Return the committed checkpoints in the folder `place`, the oldest first; of a tag's folder, that one."""
+    """Return the committed checkpoints in the folder `place`, the oldest first; for a tag's folder, only that checkpoint."""
     return list(list_tags(place).tags)
 
 
 def refused(place: FolderLike) -> list[Refusal]:
-    """Return the folders in `place` that look like checkpoints and are not, with the reason; none of a tag's folder."""
+    """Return the folders in `place` that look like checkpoints but are invalid, with reasons; none of a tag's folder."""
     folder = folder_at(place)
     return [] if folder.has(RECORD_FILE) else list(scan(folder).refusals)

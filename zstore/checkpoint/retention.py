@@ -4,9 +4,9 @@
 A checkpoint is kept for any of these reasons; the others are removed.
 last     it is one of the newest, by the time of its commit
 every    its step is a multiple of a number
-best     its value of a metric is the minimum, or the maximum, of all; of equal ones the newest
+best     its value of a metric is the minimum, or the maximum, of all; the newest of equal ones
 tag      its tag is one of the names, or matches one of the patterns (`*`, `?`, `[...]`)
-latest   the file `latest` names it in place of the newest, without a rule
+latest   the file `latest` names it instead of the newest; this applies without a rule
 A metric is a finite number under `metrics` in the record's state, else in the client's state, by keys joined with `.`.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointNotFoundError, UsageError, format_bytes
-from .catalog import Catalog, TagInfo, meant_of, noting, scan
+from .catalog import Catalog, TagInfo, default_tag, reporting_to, scan
 from .folder import FolderLike, folder_at, stored_files
 
 _MODES = {"min": 1.0, "max": -1.0}
@@ -30,13 +30,13 @@ class Keep:
     """Rules of retention. See [Note: what stays]. Raises UsageError for invalid rules."""
 
     last: int = 1
-    """Number of the newest; at least one."""
+    """How many of the newest are kept; at least one."""
     every: int | None = None
-    """Multiples of this step are kept; None: no such rule."""
+    """Checkpoints whose step is a multiple of this are kept; None: no such rule."""
     best: str | None = None
     """`METRIC:min` or `METRIC:max`; None: no such rule."""
     tags: tuple[str, ...] = ()
-    """Names, or patterns of names."""
+    """Tags, or patterns of tags, that are kept."""
 
     def __post_init__(self) -> None:
         for name, count in vars(self).items():
@@ -49,9 +49,9 @@ class Keep:
             raise UsageError(f"keep: tags are {tags!r}; expected a list of names or patterns")
 
     def reasons(self, infos: Sequence[TagInfo]) -> list[list[str]]:
-        """Return the reasons to keep each checkpoint of `infos`, the oldest first; an empty list: it is removed."""
+        """Return the reasons to keep each checkpoint of `infos`, the oldest first; one without reasons is removed."""
         best = self._best(infos)
-        found: list[list[str]] = []
+        reasons: list[list[str]] = []
         for number, info in enumerate(infos):
             rules = {
                 "last": number >= len(infos) - self.last,
@@ -59,8 +59,8 @@ class Keep:
                 "best": number == best,
                 "tag": any(fnmatch.fnmatchcase(info.tag, pattern) for pattern in self.tags),
             }
-            found.append([reason for reason, keeps in rules.items() if keeps])
-        return found
+            reasons.append([reason for reason, applies in rules.items() if applies])
+        return reasons
 
     def _best(self, infos: Sequence[TagInfo]) -> int | None:
         if self.best is None:
@@ -94,18 +94,18 @@ def _parse_metric(text: Any) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fate:
-    """The fate of one checkpoint."""
+    """Whether one checkpoint is kept or removed."""
 
     info: TagInfo
     reasons: tuple[str, ...]
-    """Why it is kept; empty: it is removed."""
+    """Why it is kept; empty if it is removed."""
     size_bytes: int
     """Its size on disk, shared files included. See [Note: sizes] in `folder`."""
 
 
 def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
-    """Return the fate of each checkpoint in `folder`, local or behind a URL, the oldest first. Raises CheckpointNotFoundError
-    if it has none, or if none has the metric of the rules."""
+    """Apply the rules to each checkpoint in `folder`, local or behind a URL, the oldest first. Raises
+    CheckpointNotFoundError if the folder has none, or if none has the metric of the rules."""
     catalog = scan(folder)
     if not catalog.tags:
         raise CheckpointNotFoundError(f"{folder} has no committed checkpoint")
@@ -125,11 +125,11 @@ def _reasons(
     folder: FolderLike, keep: Keep, infos: Sequence[TagInfo], catalog: Catalog
 ) -> list[tuple[TagInfo, list[str]]]:
     """Return the reasons to keep each checkpoint of `infos`, the oldest first, by the rules and the file `latest`."""
-    chosen, line = meant_of(folder_at(folder), catalog) if catalog.tags else (None, "")
-    named = {chosen.folder.name} if chosen is not None and line else set()
+    selected, note = default_tag(folder_at(folder), catalog) if catalog.tags else (None, "")
+    selected_folders = {selected.folder.name} if selected is not None and note else set()
     return [
-        (info, why + ["latest"] * (info.folder.name in named))
-        for info, why in zip(infos, keep.reasons(infos), strict=True)
+        (info, rules + ["latest"] * (info.folder.name in selected_folders))
+        for info, rules in zip(infos, keep.reasons(infos), strict=True)
     ]
 
 
@@ -138,14 +138,15 @@ def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> lis
     width = max(len(fate.info.tag) for fate in fates)
     removed = [fate for fate in fates if not fate.reasons]
     total = format_bytes(sum(fate.size_bytes for fate in removed))
-    what = f"plan: {'would remove' if dry_run else 'remove'} {len(removed)} of {len(fates)} checkpoints"
+    summary = f"plan: {'would remove' if dry_run else 'remove'} {len(removed)} of {len(fates)} checkpoints"
     if removed:
-        what += f" ({total} on disk), which frees {format_bytes(freed_bytes)}: files that other checkpoints or a run share stay"
-    lines = [what]
+        freed = format_bytes(freed_bytes)
+        summary += f" ({total} on disk), which frees {freed}: files that other checkpoints or a run share remain"
+    lines = [summary]
     for fate in fates:
-        word = f"keep ({', '.join(fate.reasons)})" if fate.reasons else "remove"
+        action = f"keep ({', '.join(fate.reasons)})" if fate.reasons else "remove"
         size = format_bytes(fate.size_bytes)
-        lines.append(f"{fate.info.tag:{width}}  step {fate.info.record.step:>8}  {size:>10} on disk  {word}")
+        lines.append(f"{fate.info.tag:{width}}  step {fate.info.record.step:>8}  {size:>10} on disk  {action}")
     return lines
 
 
@@ -153,7 +154,7 @@ def remove_each(infos: Sequence[TagInfo], remove: Callable[[TagInfo], None]) -> 
     """Call `remove` for each checkpoint, in order; return a message for each that could not be removed."""
     messages: list[str] = []
     for info in infos:
-        with noting(messages, f"checkpoint {info.tag!r} could not be removed"):
+        with reporting_to(messages, f"checkpoint {info.tag!r} could not be removed"):
             remove(info)
     return messages
 
@@ -162,7 +163,7 @@ def retire(place: FolderLike, *, keep: Keep, run: str, remove: Callable[[TagInfo
     """Call `remove` for the checkpoints of run `run` in the folder that the rules do not keep; return a message for each that
     could not be removed."""
     messages: list[str] = []
-    with noting(messages, "the folder could not be scanned for checkpoints to remove"):
+    with reporting_to(messages, "the folder could not be scanned for checkpoints to remove"):
         catalog = scan(place)
         own = [info for info in catalog.tags if info.record.run == run]
         removed = [info for info, reasons in _reasons(place, keep, own, catalog) if not reasons]

@@ -1,4 +1,4 @@
-"""Checking a whole checkpoint: every chunk of every shard, every manifest, every metadata file, and nothing else."""
+"""Verification of a whole checkpoint: every chunk of every shard, every manifest, every metadata file, no extra files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from ..errors import CorruptionError, StorageError, ZstoreError
-from ..io.machine import Workers, in_turn
+from ..io.machine import Workers, interleave
 from ..io.shards import ShardReader
 from .format import parse_json
 from .layout import MANIFEST_FOLDER, METADATA_FILE, manifest_file
@@ -21,7 +21,7 @@ Advance = Callable[[int], None]
 _FILES_AT_A_TIME = 8
 _MIN_THREADS = 8
 _INDEX_FIRST_BYTES = 64 * 1024 * 1024
-"""From this size on, a file's index is checked before its chunks, so that a file of another kind is not read to its end."""
+"""Larger files have their index checked before their chunks, so that a file of another kind is not read to its end."""
 _Crcs = dict[tuple[str, int], Sequence[int]]
 
 
@@ -46,8 +46,8 @@ def verify_checkpoint(
 ) -> list[VerifyFault]:
     """Check everything in parallel and return the faults, sorted by file; an empty list means an intact checkpoint.
 
-    Memory stays within the reader's pool. Files at the top of the tag's folder that the format does not know are the user's
-    and no fault.
+    Memory stays within the reader's pool. Files at the top of the tag's folder that are not part of the format belong to
+    the user and are not faults.
     """
     faults: list[VerifyFault] = []
     crcs, unread = _read_manifests(reader, faults)
@@ -66,23 +66,23 @@ def verify_checkpoint(
         if shard >= num_shards.get(name, 0)
     ]
     with Workers(num_threads or max(_MIN_THREADS, reader.num_readers), "zstore-verify") as workers:
-        for found in workers.run(in_turn(_metadata_tasks(reader), tasks)):
-            faults += found
+        for task_faults in workers.run(interleave(_metadata_tasks(reader), tasks)):
+            faults += task_faults
     faults += _find_extra_files(reader, sizes)
     return sorted(dict.fromkeys(faults), key=lambda fault: (fault.file, fault.offset or 0))
 
 
 def _metadata_tasks(reader: CheckpointReader) -> list[Callable[[], list[VerifyFault]]]:
-    """Return tasks that check the metadata of all levels, to be run while the drive reads shards."""
+    """Return tasks that check the metadata of all groups and arrays, to be run while the drive reads shards."""
     folders = [*reader.documents["consolidated_metadata"]["metadata"]]
-    # From a URL they are requested concurrently.
+    # From a URL, the files of a batch are requested concurrently.
     step = _FILES_AT_A_TIME if reader.folder.is_local else max(1, len(folders))
     batches = [folders[first : first + step] for first in range(0, len(folders), step)]
     return [partial(_check_metadata, reader, batch) for batch in batches]
 
 
 def _check_metadata(reader: CheckpointReader, folders: Sequence[str]) -> list[VerifyFault]:
-    """Compare the `zarr.json` of `folders` with their copies at the root, whose digest was checked when it was opened."""
+    """Compare the `zarr.json` of `folders` with the copies in the root's, whose digest was checked on opening."""
     faults: list[VerifyFault] = []
     documents = reader.documents["consolidated_metadata"]["metadata"]
     files = [f"{folder}/{METADATA_FILE}" for folder in folders]
@@ -131,21 +131,21 @@ class _ShardCheck:
     shard: int
     sizes: Mapping[str, int | None]
     has_manifest: bool
-    """If not, that is reported as a separate fault."""
+    """Whether its manifest could be read; if not, a separate fault says so."""
 
     @property
     def _file(self) -> str:
         return self.array.shard_file(self.shard)
 
     def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[VerifyFault]:
-        """Return the faults of the file and its chunks; `expected` are the manifest's checksums, None if it lacks the shard."""
-        file_bytes, found = self.array.shard_file_bytes(self.shard), self.sizes.get(self._file)
+        """Return the faults of the file and its chunks. `expected` are the checksums in the manifest, None if it has none."""
+        file_bytes, actual_bytes = self.array.shard_file_bytes(self.shard), self.sizes.get(self._file)
         if self._file not in self.sizes:
             faults = [self._fault("is missing")]
-        elif found is None:
+        elif actual_bytes is None:
             faults = [self._fault("is a symbolic link or of another kind, expected a file")]
-        elif found != file_bytes:
-            faults = [self._fault(f"has {found} bytes, expected {file_bytes}", min(found, file_bytes))]
+        elif actual_bytes != file_bytes:
+            faults = [self._fault(f"has {actual_bytes} bytes, expected {file_bytes}", min(actual_bytes, file_bytes))]
         else:
             faults = self._check_chunks(expected)
         if advance is not None:
@@ -171,13 +171,15 @@ class _ShardCheck:
         if expected is None or len(expected) != shard.layout.num_present:
             return [self._fault(f"{manifest_file(self.shard)} has no checksums for it")]
         return [
-            self._fault(f"chunk {chunk} is whole, but not the one that the manifest names", shard.place(chunk)[0])
-            for chunk, (found, wanted) in enumerate(zip(crcs, expected, strict=True))
-            if found != wanted
+            self._fault(
+                f"chunk {chunk} is intact, but not the one that the manifest names", shard.chunk_location(chunk)[0]
+            )
+            for chunk, (actual, committed) in enumerate(zip(crcs, expected, strict=True))
+            if actual != committed
         ]
 
     def _find_damage(self, shard: ShardReader) -> list[VerifyFault]:
-        """Read a damaged file again, chunk by chunk, to name each damaged one."""
+        """Read a damaged file again, chunk by chunk, to report each damaged chunk."""
         try:
             shard.check_index()
         except CorruptionError as error:
@@ -188,7 +190,7 @@ class _ShardCheck:
         grid = self.array.grid
         base = self.shard * grid.shard_numel
         for chunk in range(shard.layout.num_present):
-            offset, nbytes = shard.place(chunk)
+            offset, nbytes = shard.chunk_location(chunk)
             # Reading one element checks its whole chunk.
             first = base + chunk * grid.chunk_numel
             try:

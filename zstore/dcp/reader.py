@@ -31,7 +31,7 @@ from zstore.errors import UsageError
 from zstore.format import ArraySpec, Box, flat_ranges
 from zstore.interop.dcp_state import PICKLE, DcpState, decode_value, key_of
 from zstore.io import UserPath, is_url, user_location
-from zstore.io.closing import closing_with
+from zstore.io.closing import make_finalizer
 from zstore.io.memory import torch_dtype
 from zstore.open.sources import open_source
 
@@ -140,7 +140,7 @@ class Reader(StorageReader):
             else:
                 self._source = open_source(self.path, self._tag, storage_options=self._storage_options)
             # Closes a load that DCP abandons before the end.
-            self._forget = closing_with(self, self._source.close)
+            self._forget = make_finalizer(self, self._source.close)
         return self._source
 
     def close(self) -> None:

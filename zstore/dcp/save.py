@@ -145,8 +145,7 @@ class Save:
         return ArrayLayout.of(spec, boxes, len(self._plans))
 
     def begin(self, *, overwrite: bool) -> list[SavePlan]:
-        """Create the temporary folder, remove dead saves' folders, and return the plan of each rank. Raises
-        CheckpointExistsError."""
+        """Create the temporary folder, remove dead ones, and return each rank's plan. Raises CheckpointExistsError."""
         self._committer.check(overwrite=overwrite)
         needed = sum(layout.spec.nbytes * (2 if layout.boxes else 1) for layout in self._layouts.values())
         self._files.require_room(self._committer.folder, needed, f"the checkpoint needs {needed} bytes")
@@ -214,7 +213,7 @@ class Save:
 
     def abandon(self) -> None:
         """Remove all files written, unless they were committed. Never raises."""
-        self._committer.abort("the save was abandoned", alone=True)
+        self._committer.abort("the save was abandoned", is_only_rank=True)
         if self._flush is not None:
             self._flush.close()
 

@@ -33,7 +33,7 @@ from zstore.errors import UsageError, shown
 from zstore.format import ArraySpec, Box, make_grid
 from zstore.interop.dcp_state import BYTES, PICKLE, NotPlainError, encode_value, step_of
 from zstore.io import Files, UserPath, Workers, open_resources, user_path
-from zstore.io.closing import closing_with
+from zstore.io.closing import make_finalizer
 from zstore.io.memory import bytes_of, dtype_name
 
 from .save import EntryReport, RankWork, RankWriter, Save, box_of
@@ -85,7 +85,7 @@ class Writer(StorageWriter):
         """Choose names and layouts, and begin the checkpoint (rank 0)."""
         step = step_of(self._path.name) if self._step is None else self._step
         self._save = Save(self._path, step, plans, self._files)
-        self._forget = closing_with(self, self._save.abandon)
+        self._forget = make_finalizer(self, self._save.abandon)
         if threading.current_thread() is not threading.main_thread():
             # The thread of `async_save` ends after the save, or its failure on any rank, which only the future reports.
             _of_thread.marker = marker = set[None]()
@@ -155,9 +155,9 @@ def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Wo
         return item.tensor_data is None or not writer.work.arrays[item.index.fqn].boxes
 
     items = sorted(plan.items, key=goes_last)
-    results = workers.run([partial(_write_item, writer, item, planner) for item in items], here=True)
+    results = workers.run([partial(_write_item, writer, item, planner) for item in items], in_caller=True)
     owned = [each for each in writer.work.arrays.values() if each.is_owned_by(writer.work.rank)]
-    for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in owned], here=True):
+    for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in owned], in_caller=True):
         results.append(WriteResult(MetadataIndex(wrote.array), 0, EntryReport(wrote=wrote)))
     return results
 

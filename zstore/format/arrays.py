@@ -167,7 +167,7 @@ class ArraySpec(Shaped):
         return self.shape if self.keeps_shape else stored_shape(self.shape)
 
     @cached_property
-    def row_extents(self) -> tuple[int, ...]:
+    def row_shape(self) -> tuple[int, ...]:
         """Shape of a row; the first extent of the stored shape counts the rows."""
         return self.stored_shape[1:]
 
@@ -179,7 +179,7 @@ class ArraySpec(Shaped):
     @property
     def row_numel(self) -> int:
         """Elements in a row: 1 for 1-D arrays; 0 if another extent is 0."""
-        return math.prod(self.row_extents)
+        return math.prod(self.row_shape)
 
 
 def empty_array(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -329,11 +329,11 @@ def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
         raise ValueError(f"world size must be at least 1, got {world_size}")
     if not stored_shape:
         return Grid(1, 1, 1, 1, 1)
-    rows, *extents = stored_shape
-    row_numel = math.prod(extents)
+    rows, *row_shape = stored_shape
+    row_numel = math.prod(row_shape)
     if rows == 0 or row_numel == 0:
         return Grid(rows, row_numel, 1, 1, max(row_numel, 1))
-    cols = _chunk_cols(row_numel) if len(extents) < 2 else _chunk_cols_within(tuple(extents))
+    cols = _chunk_cols(row_numel) if len(row_shape) < 2 else _chunk_cols_within(tuple(row_shape))
     if cols < row_numel:
         return Grid(rows, row_numel, -(-rows // world_size), 1, cols)
     align = ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, cols)
@@ -350,17 +350,17 @@ def grid_of_rows(stored_shape: tuple[int, ...], shard_rows: int) -> Grid | None:
     """
     rows, row_numel = stored_shape[0], math.prod(stored_shape[1:])
     root = math.isqrt(shard_rows)
-    small = [d for d in range(1, root + 1) if shard_rows % d == 0]
-    fitting = [
+    small_divisors = [d for d in range(1, root + 1) if shard_rows % d == 0]
+    candidates = [
         d
-        for d in (*small, *(shard_rows // d for d in small))
+        for d in (*small_divisors, *(shard_rows // d for d in small_divisors))
         if (d * row_numel % ALIGN_NUMEL == 0 and MIN_CHUNK_NUMEL <= d * row_numel <= MAX_CUT_CHUNK_NUMEL)
         or (d == shard_rows and d * row_numel <= MAX_CHUNK_NUMEL)
     ]
-    if not fitting:
+    if not candidates:
         return None
     target = min(max(shard_rows * row_numel // CHUNKS_PER_SHARD, MIN_CHUNK_NUMEL), MAX_CHUNK_NUMEL)
-    chunk_rows = min(fitting, key=lambda d: abs(math.log(d * row_numel / target)))
+    chunk_rows = min(candidates, key=lambda d: abs(math.log(d * row_numel / target)))
     return Grid(rows, row_numel, shard_rows, chunk_rows, row_numel)
 
 
@@ -380,28 +380,28 @@ def _chunk_cols(row_numel: int) -> int:
     return row_numel
 
 
-def _chunk_cols_within(extents: tuple[int, ...]) -> int:
+def _chunk_cols_within(row_shape: tuple[int, ...]) -> int:
     """Return `_chunk_cols` of a row of several extents: whole parts of one of them, with all later extents."""
-    if math.prod(extents) <= MAX_CHUNK_NUMEL:
-        return math.prod(extents)
-    found = [math.prod(extents)]
-    for i, extent in enumerate(extents):
-        inner = math.prod(extents[i + 1 :])
-        least = range(1, math.isqrt(extent) + 1)
-        found += [part * inner for d in least if extent % d == 0 for part in (d, extent // d)]
-    served = [cols for cols in found if MIN_CHUNK_NUMEL <= cols <= MAX_CHUNK_NUMEL]
-    aligned = [cols for cols in served if cols % ALIGN_NUMEL == 0]
-    return max(aligned or served) if served else min(cols for cols in found if cols >= MIN_CHUNK_NUMEL)
+    if math.prod(row_shape) <= MAX_CHUNK_NUMEL:
+        return math.prod(row_shape)
+    candidates = [math.prod(row_shape)]
+    for i, size in enumerate(row_shape):
+        inner = math.prod(row_shape[i + 1 :])
+        small_divisors = range(1, math.isqrt(size) + 1)
+        candidates += [part * inner for d in small_divisors if size % d == 0 for part in (d, size // d)]
+    valid = [cols for cols in candidates if MIN_CHUNK_NUMEL <= cols <= MAX_CHUNK_NUMEL]
+    aligned = [cols for cols in valid if cols % ALIGN_NUMEL == 0]
+    return max(aligned or valid) if valid else min(cols for cols in candidates if cols >= MIN_CHUNK_NUMEL)
 
 
-def extents_of_cols(extents: tuple[int, ...], cols: int) -> tuple[int, ...]:
+def shape_of_cols(row_shape: tuple[int, ...], cols: int) -> tuple[int, ...]:
     """Return the extents of `cols` consecutive elements of a row of `extents`."""
-    found: list[int] = []
-    for extent in reversed(extents):
-        part = min(cols, max(extent, 1))
-        found.append(part)
+    shape: list[int] = []
+    for size in reversed(row_shape):
+        part = min(cols, max(size, 1))
+        shape.append(part)
         cols //= part
-    return tuple(reversed(found))
+    return tuple(reversed(shape))
 
 
 def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[int, int]:
@@ -412,7 +412,7 @@ def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[
     if shard_numel <= target:
         return min_rows, min_rows
     limit = max(MAX_CHUNK_NUMEL // row_numel // align * align, align)
-    least = min(round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), limit)
+    min_chunk_rows = min(round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), limit)
 
     def cost(chunk_rows: int) -> tuple[int, int]:
         count = -(-min_rows // chunk_rows)
@@ -422,9 +422,9 @@ def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[
         return 10 * padding + unused, abs(chunk_rows * row_numel - target)
 
     def best(largest: int) -> int:
-        most = min(max(largest // row_numel // align * align, least), limit)
-        step = round_up(-(-(most - least + 1) // _CANDIDATES), align)
-        return min((min(rows, min_rows) for rows in range(least, most + 1, step)), key=cost)
+        max_chunk_rows = min(max(largest // row_numel // align * align, min_chunk_rows), limit)
+        step = round_up(-(-(max_chunk_rows - min_chunk_rows + 1) // _CANDIDATES), align)
+        return min((min(rows, min_rows) for rows in range(min_chunk_rows, max_chunk_rows + 1, step)), key=cost)
 
     chunk_rows = best(target * 5 // 4)
     # A shard of few chunks has few divisors: look further then.

@@ -52,7 +52,7 @@ class Box:
 
     def __post_init__(self) -> None:
         dims = list(zip(self.shape, self.offsets, self.sizes, strict=True))
-        if any(at < 0 or size < 0 or at + size > extent for extent, at, size in dims):
+        if any(offset < 0 or size < 0 or offset + size > dim_size for dim_size, offset, size in dims):
             raise ValueError(
                 f"a block at {self.offsets} of sizes {self.sizes} is not in a tensor of shape {self.shape}"
             )
@@ -75,7 +75,7 @@ class Box:
     @cached_property
     def _depth(self) -> int:
         """Number of leading dims that count the runs: those before the last one that is cut."""
-        cut = [i for i, (size, extent) in enumerate(zip(self.sizes, self.shape, strict=True)) if size != extent]
+        cut = [i for i, (size, dim_size) in enumerate(zip(self.sizes, self.shape, strict=True)) if size != dim_size]
         return cut[-1] if cut else 0
 
     @cached_property
@@ -91,7 +91,7 @@ class Box:
     def starts(self, low_run: int, high_run: int) -> npt.NDArray[np.int64]:
         """First flat elements of the runs `[low_run, high_run)` in the whole tensor, ascending."""
         # Dims inside a run shift all runs alike.
-        first = sum(at * stride for at, stride in zip(self.offsets, self._strides, strict=True))
+        first = sum(offset * stride for offset, stride in zip(self.offsets, self._strides, strict=True))
         starts = np.full(high_run - low_run, first, np.int64)
         number = np.arange(low_run, high_run, dtype=np.int64)
         for dim in reversed(range(self._depth)):
@@ -99,20 +99,20 @@ class Box:
             starts += index * self._strides[dim]
         return starts
 
-    def _num_runs_before(self, at: int) -> int:
+    def _num_runs_before(self, element: int) -> int:
         """Return how many runs begin before flat element `at` of the whole tensor."""
-        count, each, rest = 0, self.num_runs, at
+        count, runs_per_index, remainder = 0, self.num_runs, element
         depth = self._depth
         # The last cut dim counts as one index, the start of its part.
         for dim, stride in enumerate(self._strides[: depth + 1] if self.numel else ()):
             size = 1 if dim == depth else self.sizes[dim]
-            each //= size
-            index, rest = divmod(rest, stride)
+            runs_per_index //= size
+            index, remainder = divmod(remainder, stride)
             inside = index - self.offsets[dim]
             if not 0 <= inside < size:
-                return count + (0 if inside < 0 else size * each)
-            count += inside * each
-        return count + each if rest > 0 else count
+                return count + (0 if inside < 0 else size * runs_per_index)
+            count += inside * runs_per_index
+        return count + runs_per_index if remainder > 0 else count
 
     def overlap(self, first: int, stop: int) -> Iterator[BoxRun]:
         """Yield its runs within the flat elements `[first, stop)` of the whole tensor, in order."""
@@ -150,26 +150,26 @@ def gather(box: Box, first: int, stop: int, itemsize: int, read: Callable[[int, 
 
 def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     """Return whether each element of a tensor of `shape` is in exactly one of `boxes`. See [Note: tiling]."""
-    marks: list[dict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
+    cut_weights: list[dict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
 
     def weight(box: Box) -> int:
         product = 1
-        for mark, at, size in zip(marks, box.offsets, box.sizes, strict=True):
-            product = product * (mark[at + size] - mark[at]) % _PRIME
+        for dim_weights, offset, size in zip(cut_weights, box.offsets, box.sizes, strict=True):
+            product = product * (dim_weights[offset + size] - dim_weights[offset]) % _PRIME
         return product
 
     return (sum(map(weight, boxes)) - weight(Box.whole(shape))) % _PRIME == 0
 
 
-def flat_ranges(box: Box, most_numel: int, gap_numel: int) -> list[tuple[int, int]]:
+def flat_ranges(box: Box, max_numel: int, gap_numel: int) -> list[tuple[int, int]]:
     """Return the flat ranges to read for a box: its runs, joined if they are at most `gap_numel` apart.
 
-    A joined range has at most about `most_numel` elements.
+    A joined range has at most about `max_numel` elements.
     """
     ranges: list[tuple[int, int]] = []
     for start in box.starts(0, box.num_runs).tolist():
         stop = start + box.run_numel
-        if ranges and start - ranges[-1][1] <= gap_numel and stop - ranges[-1][0] <= most_numel:
+        if ranges and start - ranges[-1][1] <= gap_numel and stop - ranges[-1][0] <= max_numel:
             ranges[-1] = (ranges[-1][0], stop)
         else:
             ranges.append((start, stop))

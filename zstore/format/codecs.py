@@ -56,9 +56,9 @@ class Codec:
 
         Raises CodecError unless the result has exactly that size.
         """
-        promised = _zstd_bytes(data)
-        if promised != out.size:
-            raise CodecError(f"it is not a {self.name} frame of {out.size} bytes (but of {promised})")
+        declared_bytes = _zstd_bytes(data)
+        if declared_bytes != out.size:
+            raise CodecError(f"it is not a {self.name} frame of {out.size} bytes (but of {declared_bytes})")
         from numcodecs import zstd
 
         try:
@@ -80,7 +80,7 @@ def parse_codec(document: object) -> Codec:
     return Codec(level=level)
 
 
-def most_stored_bytes(payload_bytes: int) -> int:
+def max_stored_bytes(payload_bytes: int) -> int:
     """Return the most bytes of a compressed chunk, without its crc32c."""
     return payload_bytes + payload_bytes // 128 + 1024
 
@@ -90,9 +90,9 @@ def _zstd_bytes(data: Bytes) -> int | None:
     if data.size < 6 or struct.unpack_from("<I", data.data)[0] != _ZSTD_MAGIC:
         return None
     descriptor = int(data[4])
-    single = descriptor >> 5 & 1
-    start = 5 + (1 - single) + (0, 1, 2, 4)[descriptor & 3]
-    nbytes = (single, 2, 4, 8)[descriptor >> 6]
+    is_single_segment = descriptor >> 5 & 1
+    start = 5 + (1 - is_single_segment) + (0, 1, 2, 4)[descriptor & 3]
+    nbytes = (is_single_segment, 2, 4, 8)[descriptor >> 6]
     field = bytes(data[start : start + nbytes])
     if not nbytes or len(field) < nbytes:
         return None
@@ -115,13 +115,13 @@ def decode_packed_index(layout: ShardLayout, data: Bytes, *, path: str, array: s
     if crc32c(body) != struct.unpack_from("<I", data.data, layout.index_bytes - CRC_BYTES)[0]:
         raise checksum_error(array, "the index", path, 0, layout.index_bytes)
     sizes = np.frombuffer(body, "<u8").reshape(-1, 2)[: layout.num_present, 1]
-    most = most_stored_bytes(layout.payload_bytes) + CRC_BYTES
-    if ((sizes <= CRC_BYTES) | (sizes > most)).any() or not encode_packed_index(layout, sizes.tolist()).startswith(
+    max_bytes = max_stored_bytes(layout.payload_bytes) + CRC_BYTES
+    if ((sizes <= CRC_BYTES) | (sizes > max_bytes)).any() or not encode_packed_index(layout, sizes.tolist()).startswith(
         body
     ):
         raise CorruptionError(
-            f"array {array!r}: the index of {path} does not describe {layout.num_present} compressed chunks of up to {most} "
-            "bytes, one after the other; the file was replaced or the metadata changed: restore it from another copy"
+            f"array {array!r}: the index of {path} does not describe {layout.num_present} compressed chunks of up to "
+            f"{max_bytes} bytes, one after another; the file was replaced or the metadata changed: restore it from another copy"
         )
     offsets = np.empty(layout.num_present + 1, np.int64)
     offsets[0] = layout.data_offset

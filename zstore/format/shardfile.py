@@ -34,17 +34,17 @@ from ..errors import CorruptionError
 from .arrays import Bytes, Grid, numpy_dtype, round_up
 
 BLOCK_BYTES = 4096
-_KEEP_INTERPRETER = 0
+_HOLD_GIL = 0
 """A chunk's checksum takes microseconds: a GIL hand-off takes longer if threads want it."""
 CRC_BYTES = 4
 MISSING = 2**64 - 1
 _ALIGN_BYTES = 512
-_MIN_PLACED_BYTES = 16 * 1024
+_MIN_DIRECT_BYTES = 16 * 1024
 """Smaller payloads are cheaper to copy than to name."""
 MAX_SLOTS = 500
 """Parts of a run with payloads in place: systems accept 1,024 places in a transfer."""
 
-Rest = Callable[[int], Bytes | None]
+PayloadMemory = Callable[[int], Bytes | None]
 """Returns the memory of a chunk's whole payload, by the chunk's number; None if it has none."""
 
 
@@ -118,14 +118,14 @@ def small_index(layout: ShardLayout) -> Bytes:
 def encode_entries(layout: ShardLayout, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> bytes:
     """Return an index whose present chunks are at `offsets` and have `sizes` bytes, crc32c included, with zeros after it."""
     # In place: the index of a million chunks takes 16 MiB.
-    whole = bytearray(layout.data_offset)
-    body = memoryview(whole)[: 16 * layout.num_chunks]
+    data = bytearray(layout.data_offset)
+    body = memoryview(data)[: 16 * layout.num_chunks]
     entries = np.frombuffer(body, dtype="<u8").reshape(-1, 2)
     entries[:] = MISSING
     entries[: layout.num_present, 0] = offsets
     entries[: layout.num_present, 1] = sizes
-    struct.pack_into("<I", whole, len(body), crc32c(body))
-    return bytes(whole)
+    struct.pack_into("<I", data, len(body), crc32c(body))
+    return bytes(data)
 
 
 def checksum_error(array: str, what: str, path: str, offset: int, nbytes: int) -> CorruptionError:
@@ -141,11 +141,11 @@ def check_index(layout: ShardLayout, data: bytes | memoryview | Bytes, *, path: 
 
     Raises CorruptionError if the checksum is wrong or the entries belong to another layout.
     """
-    found = bytes(data[: layout.index_bytes])
-    if encode_index(layout).startswith(found) and len(found) == layout.index_bytes:
+    index = bytes(data[: layout.index_bytes])
+    if encode_index(layout).startswith(index) and len(index) == layout.index_bytes:
         return
-    whole = len(found) == layout.index_bytes
-    if whole and crc32c(found[:-CRC_BYTES]) == struct.unpack("<I", found[-CRC_BYTES:])[0]:
+    is_complete = len(index) == layout.index_bytes
+    if is_complete and crc32c(index[:-CRC_BYTES]) == struct.unpack("<I", index[-CRC_BYTES:])[0]:
         raise CorruptionError(
             f"array {array!r}: the index of {path} belongs to another layout (expected {layout.num_present} chunks of "
             f"{layout.chunk_bytes} bytes); the file was replaced or the metadata changed: restore it from another copy"
@@ -167,7 +167,7 @@ def stored_crcs(slots: Bytes, layout: ShardLayout) -> npt.NDArray[np.uint32]:
 
 def checksum(payload: Bytes | memoryview) -> int:
     """Return the crc32c of `payload`, computed while holding the GIL."""
-    return crc32c(payload if isinstance(payload, memoryview) else payload.data, 0, _KEEP_INTERPRETER)
+    return crc32c(payload if isinstance(payload, memoryview) else payload.data, 0, _HOLD_GIL)
 
 
 def finish_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
@@ -206,46 +206,47 @@ class ScatteredMemory:
     def __getitem__(self, part: slice) -> ScatteredMemory:
         """Return a part of it, which is the same memory."""
         start, stop, _ = part.indices(self.size)
-        found: list[memoryview] = []
-        at = 0
+        pieces: list[memoryview] = []
+        offset = 0
         for view in self.views:
-            if piece := view[max(0, start - at) : max(0, stop - at)]:
-                found.append(piece)
-            at += view.nbytes
-        return ScatteredMemory(found)
+            if piece := view[max(0, start - offset) : max(0, stop - offset)]:
+                pieces.append(piece)
+            offset += view.nbytes
+        return ScatteredMemory(pieces)
 
     def fill(self, data: bytes | Bytes) -> None:
         """Copy `data`, of the same size, into the places."""
-        source, at = np.frombuffer(data, np.uint8).data, 0
+        source, offset = np.frombuffer(data, np.uint8).data, 0
         for view in self.views:
-            view[:] = source[at : at + view.nbytes]
-            at += view.nbytes
+            view[:] = source[offset : offset + view.nbytes]
+            offset += view.nbytes
 
     def copy_into(self, out: Bytes) -> None:
         """Copy the places' bytes into `out`, of the same size."""
-        target, at = out.data, 0
+        target, offset = out.data, 0
         for view in self.views:
-            target[at : at + view.nbytes] = view
-            at += view.nbytes
+            target[offset : offset + view.nbytes] = view
+            offset += view.nbytes
 
 
 class Slots:
-    """Slots of chunks `[first, stop)` of a shard file, with `head` bytes of the index before them. See [Note: payloads in
-    place]."""
+    """Slots of chunks `[first, stop)`, after `head` bytes of the index. See [Note: payloads in place]."""
 
-    def __init__(self, layout: ShardLayout, first: int, stop: int, head: int = 0, rest: Rest | None = None) -> None:
+    def __init__(
+        self, layout: ShardLayout, first: int, stop: int, head: int = 0, memory_of: PayloadMemory | None = None
+    ) -> None:
         self.layout = layout
         self.first = first
         self.stop = stop
         self.head = head
-        self.at_rest = [self._aligned(rest, chunk) for chunk in range(first, stop)]
+        self.in_place = [self._aligned(memory_of, chunk) for chunk in range(first, stop)]
         """The payloads by chunk, in the memory of the array; None: it travels through the buffer."""
 
-    def _aligned(self, rest: Rest | None, chunk: int) -> Bytes | None:
+    def _aligned(self, memory_of: PayloadMemory | None, chunk: int) -> Bytes | None:
         nbytes = self.layout.payload_bytes
-        if rest is None or nbytes < _MIN_PLACED_BYTES or nbytes % _ALIGN_BYTES:
+        if memory_of is None or nbytes < _MIN_DIRECT_BYTES or nbytes % _ALIGN_BYTES:
             return None
-        memory = rest(chunk)
+        memory = memory_of(chunk)
         return None if memory is None or memory.ctypes.data % _ALIGN_BYTES else memory
 
     @property
@@ -256,46 +257,47 @@ class Slots:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the transfer."""
-        return self.head + len(self.at_rest) * self.layout.slot_bytes
+        return self.head + len(self.in_place) * self.layout.slot_bytes
 
     @cached_property
     def buffer_bytes(self) -> int:
         """Bytes that `lay_out` needs."""
-        return self.nbytes - self.layout.payload_bytes * sum(memory is not None for memory in self.at_rest)
+        return self.nbytes - self.layout.payload_bytes * sum(memory is not None for memory in self.in_place)
 
     @property
     def is_in_buffer(self) -> bool:
         """Whether all payloads travel through the buffer."""
-        return all(memory is None for memory in self.at_rest)
+        return all(memory is None for memory in self.in_place)
 
-    def copied(self, first: int = 0) -> Iterator[tuple[int, Bytes]]:
+    def buffered(self, first: int = 0) -> Iterator[tuple[int, Bytes]]:
         """Yield number and payload of the chunks, from the run's chunk `first` on, that travel through the buffer."""
-        for place in range(first, len(self.at_rest)):
-            if self.at_rest[place] is None:
-                yield self.first + place, np.frombuffer(self.payloads[place], np.uint8)
+        for number in range(first, len(self.in_place)):
+            if self.in_place[number] is None:
+                yield self.first + number, np.frombuffer(self.payloads[number], np.uint8)
 
     def lay_out(self, buffer: Bytes) -> None:
-        """Place the parts without separate memory in `buffer`, whose address is a multiple of the alignment."""
-        at, begun = self.head, 0
-        payload_bytes, end_bytes = self.layout.payload_bytes, self.layout.slot_bytes - self.layout.payload_bytes
-        whole = buffer.data
+        """Place the parts that travel through the buffer in `buffer`, whose address is a multiple of the alignment."""
+        offset, part_start = self.head, 0
+        payload_bytes, trailer_bytes = self.layout.payload_bytes, self.layout.slot_bytes - self.layout.payload_bytes
+        memory = buffer.data
         self.payloads: list[memoryview] = []
         """The payloads by chunk."""
-        self.ends: list[memoryview] = []
+        self.trailers: list[memoryview] = []
         """The bytes after each payload: its crc32c, and zeros."""
         parts: list[memoryview] = []
-        for memory in self.at_rest:
-            if memory is None:
-                self.payloads.append(whole[at : at + payload_bytes])
-                at += payload_bytes
+        for payload in self.in_place:
+            if payload is None:
+                self.payloads.append(memory[offset : offset + payload_bytes])
+                offset += payload_bytes
             else:
-                self.payloads.append(memory.data)
-                parts += [whole[begun:at], memory.data] if at > begun else [memory.data]
-                begun = at
-            self.ends.append(whole[at : at + end_bytes])
-            at += end_bytes
+                self.payloads.append(payload.data)
+                parts += [memory[part_start:offset], payload.data] if offset > part_start else [payload.data]
+                part_start = offset
+            self.trailers.append(memory[offset : offset + trailer_bytes])
+            offset += trailer_bytes
         self.index = buffer[: self.head]
-        self.data: Bytes | ScatteredMemory = buffer[:at] if not parts else ScatteredMemory([*parts, whole[begun:at]])
+        last = memory[part_start:offset]
+        self.data: Bytes | ScatteredMemory = ScatteredMemory([*parts, last]) if parts else buffer[:offset]
         """The transferred bytes, in the order of the file."""
 
     @cached_property
@@ -305,26 +307,27 @@ class Slots:
     def seal(self) -> list[int]:
         """Write crc32c and zeros after each payload; return the checksums."""
         crcs = [checksum(payload) for payload in self.payloads]
-        for crc, end in zip(crcs, self.ends, strict=True):
+        for crc, end in zip(crcs, self.trailers, strict=True):
             end[:] = struct.pack("<I", crc) + self._zeros
         return crcs
 
     def verify(self, *, path: str, array: str) -> list[int]:
-        """Check each payload against the crc32c that follows it; return the checksums. Raises CorruptionError as
-        `verify_slots` does."""
+        """Check each payload against its stored crc32c; return the checksums. Raises as `verify_slots` does."""
         crcs: list[int] = []
-        for number, (payload, end) in enumerate(zip(self.payloads, self.ends, strict=True), start=self.first):
+        for number, (payload, end) in enumerate(zip(self.payloads, self.trailers, strict=True), start=self.first):
             stored: int = struct.unpack_from("<I", end)[0]
             if checksum(payload) != stored:
-                where = self.layout.slot_offset(number)
-                raise checksum_error(array, f"chunk {number}", path, where, self.layout.payload_bytes + CRC_BYTES)
+                offset = self.layout.slot_offset(number)
+                raise checksum_error(array, f"chunk {number}", path, offset, self.layout.payload_bytes + CRC_BYTES)
             crcs.append(stored)
         return crcs
 
 
-def runs(layout: ShardLayout, first: int, stop: int, step: int, rest: Rest | None, *, index: bool) -> Iterator[Slots]:
+def runs(
+    layout: ShardLayout, first: int, stop: int, step: int, memory_of: PayloadMemory | None, *, index: bool
+) -> Iterator[Slots]:
     """Yield chunks `[first, stop)` as runs of at most `step`, each made on demand: there may be millions. With `index`, chunk
     0 is preceded by the index."""
-    step = step if rest is None else min(step, MAX_SLOTS)
+    step = step if memory_of is None else min(step, MAX_SLOTS)
     for low in range(first, stop, step):
-        yield Slots(layout, low, min(low + step, stop), layout.data_offset if index and low == 0 else 0, rest)
+        yield Slots(layout, low, min(low + step, stop), layout.data_offset if index and low == 0 else 0, memory_of)

@@ -1,4 +1,4 @@
-"""Compressed shard files: written from a source, and read and verified, in bounded memory."""
+"""Compressed shard files: written once from a source, and read and verified, in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MAX_IN_FLIGHT = 8
 def write_packed(
     res: IoResources, path: str | Path, codec: Codec, spec: ArraySpec, grid: Grid, shard: int, fill: Fill
 ) -> ShardSummary:
-    """Make a new compressed shard file from `fill` and return its summary; the data is durable when this returns.
+    """Create a compressed shard file from `fill`, and return its summary; the data is durable when this returns.
 
-    `fill` is called in this thread, for one chunk at a time, in order. Otherwise as `write_shard`.
+    `fill` is called in this thread, one chunk at a time, in order. Otherwise like `write_shard`.
     """
     layout = layout_of(grid, shard, spec.dtype)
     in_flight = max(1, min(_MAX_IN_FLIGHT, res.pool.nbytes // (2 * layout.payload_bytes)))
@@ -65,7 +65,7 @@ def write_packed(
 
 
 class PackedReader(ShardReader):
-    """Reads one compressed shard file. As `ShardReader`; decoded chunks are checked too."""
+    """Reads one compressed shard file. Like `ShardReader`; also checks that chunks decode."""
 
     def __init__(self, res: IoResources, path: str | Path, array: tuple[ArraySpec, Grid, Codec], shard: int) -> None:
         spec, grid, self._codec = array
@@ -76,26 +76,26 @@ class PackedReader(ShardReader):
         self.check_size()
 
     def check_size(self) -> None:
-        """Check the size, which the index implies, and thereby the index."""
-        found = self._file_bytes()
-        if found < self.layout.data_offset:
-            raise self._wrong_size(found, self.layout.data_offset)
+        """Check the index, and the size, which follows from the index."""
+        actual_bytes = self._file_bytes()
+        if actual_bytes < self.layout.data_offset:
+            raise self._size_error(actual_bytes, self.layout.data_offset)
         self.check_index()
-        expected = packed_file_bytes(int(self._places()[-1]))
-        if found != expected:
-            raise self._wrong_size(found, expected)
+        expected = packed_file_bytes(int(self._chunk_offsets()[-1]))
+        if actual_bytes != expected:
+            raise self._size_error(actual_bytes, expected)
 
     def check_index(self) -> None:
         self._offsets = decode_packed_index(self.layout, self._read_index(), path=self.path, array=self.spec.name)
 
-    def _places(self) -> npt.NDArray[np.int64]:
-        """Return the offset of each chunk, and after them the end of the last one."""
+    def _chunk_offsets(self) -> npt.NDArray[np.int64]:
+        """Return the offset of each chunk, followed by the end of the last one."""
         if self._offsets is None:
             self.check_index()
         return np.zeros(1, np.int64) if self._offsets is None else self._offsets
 
-    def place(self, chunk: int) -> tuple[int, int]:
-        first, stop = self._places()[chunk : chunk + 2].tolist()
+    def chunk_location(self, chunk: int) -> tuple[int, int]:
+        first, stop = self._chunk_offsets()[chunk : chunk + 2].tolist()
         return first, stop - first
 
     def _scan_chunks(
@@ -103,17 +103,17 @@ class PackedReader(ShardReader):
     ) -> list[int]:
         def read_span(first: int, stop: int, low: int, high: int, buffer: Buffer) -> list[int]:
             with buffer:
-                stored, room = buffer.bytes[: high - low], buffer.bytes[high - low :][: self.layout.payload_bytes]
+                stored, decoded = buffer.bytes[: high - low], buffer.bytes[high - low :][: self.layout.payload_bytes]
                 with self._res.files.opened(self.path) as file:
                     self._res.files.read_into(file, stored, low)
-                return [self._decode(chunk, stored, low, room, target) for chunk in range(first, stop)]
+                return [self._decode(chunk, stored, low, decoded, target) for chunk in range(first, stop)]
 
-        offsets = self._places()
+        offsets = self._chunk_offsets()
         tickets: list[Ticket[list[int]]] = []
         first = first_chunk
         while first < stop_chunk:
-            limit = int(np.searchsorted(offsets, offsets[first] + self._res.request_bytes, side="right")) - 1
-            stop = min(max(first + 1, limit), stop_chunk)
+            last = int(np.searchsorted(offsets, offsets[first] + self._res.request_bytes, side="right")) - 1
+            stop = min(max(first + 1, last), stop_chunk)
             low = int(offsets[first]) // BLOCK_BYTES * BLOCK_BYTES
             high = round_up(int(offsets[stop]), BLOCK_BYTES)
             buffer = self._res.pool.acquire(high - low + self.layout.payload_bytes)
@@ -124,20 +124,20 @@ class PackedReader(ShardReader):
             first = stop
         return [crc for part in wait_all(tickets) for crc in part]
 
-    def _decode(self, chunk: int, stored: Bytes, base: int, room: Bytes, target: ShardRange | None) -> int:
-        """Decode chunk number `chunk`, which is in `stored`, file offset `base` and on; return its crc32c."""
-        offset, nbytes = self.place(chunk)
+    def _decode(self, chunk: int, stored: Bytes, base: int, decoded: Bytes, target: ShardRange | None) -> int:
+        """Decode chunk number `chunk` from `stored`, the file's bytes from offset `base` on; return its crc32c."""
+        offset, nbytes = self.chunk_location(chunk)
         data = stored[offset - base : offset - base + nbytes - CRC_BYTES]
         crc: int = struct.unpack_from("<I", stored.data, offset - base + data.size)[0]
         if crc32c(data.data) != crc:
             raise checksum_error(self.spec.name, f"chunk {chunk}", self.path, offset, nbytes)
         try:
-            self._codec.decode(data, room)
+            self._codec.decode(data, decoded)
         except CodecError as error:
             raise CorruptionError(
                 f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {offset}, {nbytes} bytes): {error}: the file "
                 "is damaged; restore it from another copy"
             ) from error
         if target is not None:
-            target.take(chunk, room[np.newaxis])
+            target.take(chunk, decoded[np.newaxis])
         return crc

@@ -1,14 +1,14 @@
-"""Operations on the operating system's files: the one seam through which zstore touches a disk.
+"""File operations: the only module through which zstore accesses a disk.
 
-[Note: the seam]
-Everything above calls `Files`. A test double (`zstore.testing.faults`) overrides the primitives at the end of the class
-and so injects short transfers and errors below the code that must resume or report them.
+[Note: test doubles]
+All other code calls `Files`. A test double (`zstore.testing.faults`) overrides the primitives at the end of the class, to
+inject short transfers and errors below the code that must resume or report them.
 
 [Note: one flush for many files]
-Small files cost more flushes than bytes. `syncfs` makes durable all that was written to a file system before it, by any process
-of the machine: files, their names and the folders. It also writes what other programs left in the page cache, so it is used
-only if that is little. It reports an error of any earlier write since its descriptor was opened (Linux 5.8 and later), so that
-is opened before the first file is written. Only local file systems of one machine are known to do all this.
+For small files, flushes cost more than writes. `syncfs` makes durable everything that any process of the machine has written
+to a file system: files, their names and folders. It also writes other programs' data in the page cache, so it is used only
+if there is little. It reports errors of all writes since its descriptor was opened (Linux 5.8 and later), so the descriptor
+is opened before the first file is written. Only local file systems of one machine are known to guarantee this.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from ..format.arrays import Bytes
 from ..format.shardfile import ScatteredMemory
 from .memory import make_slab
 
-with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
+with contextlib.suppress(ImportError):  # Windows, where no transfer bypasses the page cache
     import fcntl
 
 UserPath = str | os.PathLike[str]
-"""A path, or where they are taken a URL, as a user writes it. A relative one means the folder that the program is in as the
-call is made, so every public function takes its paths through `user_path` or `user_location`, once."""
+"""A path, or where accepted a URL, from the user. A relative path refers to the working directory at the time of the call,
+so every public function converts its paths once, with `user_path` or `user_location`."""
 _URL = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 
 Kind = Literal[
     "open", "read", "write", "allocate", "fsync", "link", "rename", "unlink", "make_folder", "remove_tree", "sync_folder",
     "syncfs", "write_small",
 ]  # fmt: skip
-"""Names of the operations; `write_small` is a single one, with an open, writes and an fsync inside."""
+"""Names of the operations; `write_small` counts as one, though it opens, writes and syncs a file."""
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 LARGE_BYTES = 1024 * 1024
-"""Larger files go past the page cache even if no caller waits until they are durable."""
+"""Larger files bypass the page cache even if no caller waits until they are durable."""
 _MAX_DIRTY_BYTES = 32 * 1024 * 1024
 _LOCAL_FILE_SYSTEMS = ("ext4", "xfs")
 _MIN_KERNEL = (5, 8)
 _SYNC_CALL = "syncfs"
-# Answers of file systems without direct I/O, links or preallocation.
+# Errors of file systems without direct I/O, links or preallocation.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
 
 
@@ -65,25 +65,25 @@ def is_url(location: UserPath) -> bool:
 
 
 def user_path(path: UserPath) -> Path:
-    """Return a path absolute, from the present working folder, with `~` and `~USER` for home folders and without `..`.
+    """Return an absolute path, relative to the current working directory, with `~` and `~USER` expanded and without `..`.
 
-    Symbolic links stay, except those before a `..`. Raises UsageError for other types, and if the home folder does not exist.
+    Symbolic links are kept, except those before a `..`. Raises UsageError for other types, and for an unknown user.
     """
-    given: object = path
-    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    value: object = path
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
         raise UsageError(f"expected a path as text or pathlib.Path, got {path!r}")
-    found = Path(os.path.expanduser(text))
-    if text.startswith("~") and found == Path(text):
+    absolute = Path(os.path.expanduser(text))
+    if text.startswith("~") and absolute == Path(text):
         home = Path(text).parts[0]
         raise UsageError(
             f"{text}: there is no home folder for {home}: write an absolute path, for a folder of that name {Path.cwd() / text}"
         )
-    found = found.absolute()
-    if ".." in found.parts:
-        above = len(found.parts) - found.parts[::-1].index("..")
-        found = Path(*found.parts[:above]).resolve().joinpath(*found.parts[above:])
-    return found
+    absolute = absolute.absolute()
+    if ".." in absolute.parts:
+        depth = len(absolute.parts) - absolute.parts[::-1].index("..")
+        absolute = Path(*absolute.parts[:depth]).resolve().joinpath(*absolute.parts[depth:])
+    return absolute
 
 
 def user_location(location: UserPath) -> str:
@@ -93,7 +93,7 @@ def user_location(location: UserPath) -> str:
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A descriptor, and whether its transfers go past the page cache (then memory and offsets are multiples of 512)."""
+    """A descriptor, and whether its transfers bypass the page cache (memory and offsets are then multiples of 512)."""
 
     fd: int
     path: str
@@ -101,7 +101,7 @@ class OpenFile:
 
 
 class Files:
-    """Reads, writes and names files; every failure is a StorageError with path, offset, size and errno.
+    """Reads, writes, renames and removes files; every failure is a StorageError with path, offset, size and errno.
 
     `direct=False` keeps all transfers in the page cache. File systems that refuse O_DIRECT get buffered transfers,
     with the same bytes, and are named in `fallbacks`.
@@ -109,12 +109,12 @@ class Files:
 
     def __init__(self, *, direct: bool = True) -> None:
         self.direct = direct and _O_DIRECT != 0
-        """Whether transfers go past the page cache if the file system allows it."""
-        self.takes_parts = True
-        """Whether `ScatteredMemory` are written without a copy; false once a drive required memory in larger units."""
+        """Whether transfers bypass the page cache if the file system allows it."""
+        self.supports_scattered = True
+        """Whether `ScatteredMemory` is transferred without a copy; false once a drive has required larger alignment."""
         self.max_dirty_bytes = _MAX_DIRTY_BYTES
-        """Most bytes of other programs in the page cache for a whole file system to be flushed."""
-        self._refusing: set[int] = set()
+        """Maximum bytes of dirty page cache with which a whole file system is flushed."""
+        self._buffered_devices: set[int] = set()
         self.fallbacks: list[str] = []
         self._lock = threading.Lock()
 
@@ -122,10 +122,10 @@ class Files:
     def opened(
         self, path: str | Path, *, write: bool = False, create: bool = False, direct: bool = True
     ) -> Iterator[OpenFile]:
-        """Open `path`, past the page cache if the file system allows it (unless `direct` is false), and close it at the
+        """Open `path`, bypassing the page cache if the file system allows it (unless `direct` is false), and close it at the
         end.
 
-        `create` makes a new file and fails if one exists.
+        `create` creates a new file, and fails if one exists.
         """
         flags = (os.O_RDWR if write else os.O_RDONLY) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         if create:
@@ -143,14 +143,14 @@ class Files:
         except OSError as error:
             raise storage_error(error, "cannot open the file", path=name) from error
         try:
-            return fd, direct and self.direct and self._made_direct(fd, name)
+            return fd, direct and self.direct and self._try_direct(fd, name)
         except BaseException:
             os.close(fd)
             raise
 
-    def _made_direct(self, fd: int, name: str) -> bool:
-        """Let the transfers of `fd` go past the page cache; return whether the file system does that."""
-        if self._refusing and os.fstat(fd).st_dev in self._refusing:
+    def _try_direct(self, fd: int, name: str) -> bool:
+        """Let the transfers of `fd` bypass the page cache; return whether the file system supports that."""
+        if self._buffered_devices and os.fstat(fd).st_dev in self._buffered_devices:
             return False
         try:
             self._make_direct(fd)
@@ -159,15 +159,15 @@ class Files:
                 raise storage_error(error, "cannot open the file", path=name) from error
             device = os.fstat(fd).st_dev
             with self._lock:
-                if device not in self._refusing:
-                    self._refusing.add(device)
+                if device not in self._buffered_devices:
+                    self._buffered_devices.add(device)
                     folder = os.path.dirname(name)
                     self.fallbacks.append(f"{folder}: the file system refuses O_DIRECT; transfers are buffered")
             return False
         return True
 
     def read_into(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:
-        """Fill `out` from `offset` on; short reads are resumed. A file that ends before is a StorageError."""
+        """Fill `out` from `offset` on; short reads are resumed. Raises StorageError if the file is too short."""
         self._transfer(file, out, offset, write=False)
 
     def write_from(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> None:
@@ -178,22 +178,22 @@ class Files:
         try:
             self._move(file, data, offset, write=write)
         except StorageError as error:
-            refuses_parts = file.direct and error.errno == errno.EINVAL  # it requires memory in larger units
-            if not isinstance(data, ScatteredMemory) or not refuses_parts:
+            needs_contiguous = file.direct and error.errno == errno.EINVAL  # it requires larger alignment
+            if not isinstance(data, ScatteredMemory) or not needs_contiguous:
                 raise
-            self.takes_parts = False
-            whole = make_slab(data.size)
+            self.supports_scattered = False
+            contiguous = make_slab(data.size)
             if write:
-                data.copy_into(whole)
-            self._move(file, whole, offset, write=write)
+                data.copy_into(contiguous)
+            self._move(file, contiguous, offset, write=write)
             if not write:
-                data.fill(whole)
+                data.fill(contiguous)
 
     def _move(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int, *, write: bool) -> None:
-        move, done = self._pwritev if write else self._preadv, 0
+        transfer, done = self._pwritev if write else self._preadv, 0
         while done < data.size:
             try:
-                count = move(file, data[done:], offset + done)
+                count = transfer(file, data[done:], offset + done)
                 if write and count == 0:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
             except OSError as error:
@@ -211,7 +211,7 @@ class Files:
             done = _resume_at(done, count, data.size, file.direct)
 
     def allocate(self, file: OpenFile, nbytes: int) -> None:
-        """Reserve `nbytes` for the file, so that a full disk is reported now and not at a later write."""
+        """Reserve `nbytes` for the file, so that a full disk is reported now and not by a later write."""
         if nbytes == 0:
             return
         try:
@@ -223,47 +223,47 @@ class Files:
 
     def sync_data(self, file: OpenFile) -> None:
         """Make the file's data durable."""
-        self._reported("fsync", "cannot make the file durable", file.path, partial(_sync_data, file.fd))
+        self._run("fsync", "cannot make the file durable", file.path, partial(_sync_data, file.fd))
 
     def sync_file(self, path: str | Path) -> None:
-        """Make the data of a closed file durable, which may be read-only by now."""
+        """Make the data of a closed file durable; it may be read-only."""
         with self.opened(path, direct=False) as file:
             self.sync_data(file)
 
     def size(self, path: str | Path) -> int:
-        """Return the file's bytes; FileNotFoundError if it is missing."""
+        """Return the file's size; raises FileNotFoundError if it is missing."""
         return os.stat(path).st_size
 
     def link(self, source: str | Path, target: str | Path) -> None:
-        """Make the hard link `target`. Raises the operating system's OSError: callers fall back to a copy."""
+        """Create the hard link `target`. Raises OSError, upon which callers fall back to a copy."""
         self._do("link", os.fspath(source), partial(os.link, source, target))
 
     def rename(self, source: str | Path, target: str | Path) -> None:
         """Rename; `target` must not exist, or be a file (which is then replaced)."""
-        self._reported("rename", f"cannot rename to {os.fspath(target)}", source, partial(os.rename, source, target))
+        self._run("rename", f"cannot rename to {os.fspath(target)}", source, partial(os.rename, source, target))
 
     def unlink(self, path: str | Path) -> None:
-        """Remove the file's name; a missing one is no error."""
-        self._reported("unlink", "cannot remove the file", path, partial(os.unlink, path), missing_ok=True)
+        """Remove the file; a missing file is not an error."""
+        self._run("unlink", "cannot remove the file", path, partial(os.unlink, path), missing_ok=True)
 
     def make_folder(self, path: str | Path) -> None:
         """Create the folder and its parents; an existing folder is not an error."""
-        self._reported("make_folder", "cannot create the folder", path, partial(_make_folder, path))
+        self._run("make_folder", "cannot create the folder", path, partial(_make_folder, path))
 
     def remove_tree(self, path: str | Path) -> None:
         """Remove the folder and its content; a missing folder is not an error."""
-        self._reported("remove_tree", "cannot remove the folder", path, partial(shutil.rmtree, path), missing_ok=True)
+        self._run("remove_tree", "cannot remove the folder", path, partial(shutil.rmtree, path), missing_ok=True)
 
     def sync_folder(self, path: str | Path) -> None:
-        """Make the names in the folder durable (a no-op if folders cannot be opened)."""
+        """Make the entries of the folder durable (a no-op if folders cannot be opened)."""
         if hasattr(os, "O_DIRECTORY"):
-            self._reported("sync_folder", "cannot make the folder durable", path, partial(_sync_folder, path))
+            self._run("sync_folder", "cannot make the folder durable", path, partial(_sync_folder, path))
 
     def sync_filesystem(self, path: str | Path, operation: Callable[[], object]) -> None:
         """Make the whole file system of `path` durable by `operation`; see `Flush`."""
-        self._reported("syncfs", "cannot make the file system durable", path, operation)
+        self._run("syncfs", "cannot make the file system durable", path, operation)
 
-    def _reported(
+    def _run(
         self, kind: Kind, problem: str, path: str | Path, operation: Callable[[], object], *, missing_ok: bool = False
     ) -> None:
         """Run an operation on `path`; if it fails, raise a StorageError that says so."""
@@ -289,13 +289,13 @@ class Files:
             os.close(fd)
 
     def free_bytes(self, path: str | Path) -> int:
-        """Return the bytes that an ordinary user may still write on the path's file system."""
+        """Return the free bytes that an ordinary user may write to the path's file system."""
         return shutil.disk_usage(path).free
 
     def require_room(
         self, path: str | Path, nbytes: int, need: str, advice: str = "make room, or write elsewhere"
     ) -> None:
-        """Raise DiskFullError unless `nbytes` are free on the path's file system; `need` names the purpose and its bytes."""
+        """Raise DiskFullError unless `nbytes` are free on the path's file system; `need` starts the message."""
         free = self.free_bytes(path)
         if nbytes > free:
             raise DiskFullError(f"{need}, but only {free} are free: {advice}", path=os.fspath(path), nbytes=nbytes)
@@ -304,7 +304,7 @@ class Files:
         return os.open(path, flags, 0o666)
 
     def _make_direct(self, fd: int) -> None:
-        # Not by opening the file again: that takes two more calls, each of which releases the GIL.
+        # Not by reopening the file, which would take two more calls, each of which releases the GIL.
         fcntl.fcntl(fd, fcntl.F_SETFL, _O_DIRECT)
 
     def _preadv(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> int:
@@ -325,7 +325,7 @@ def make_read_only(path: str | Path) -> None:
 
 
 def _make_folder(path: str | Path) -> None:
-    # `os.makedirs` first checks every parent folder, which exists for all except the first of many.
+    # Not `os.makedirs`, which first checks every parent folder.
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -359,23 +359,23 @@ def _sync_folder(path: str | Path) -> None:
 
 
 class NewFile:
-    """The new file `path`, written from its beginning to its end in pieces of any size, and closed with `opened`. Goes through
-    the page cache, so that pieces need no alignment."""
+    """A new file `path`, written sequentially in pieces of any size, and closed with `opened`. It goes through the page cache,
+    so pieces need no alignment."""
 
     def __init__(self, files: Files, path: str | Path, opened: contextlib.ExitStack) -> None:
         self._files = files
         self._file: OpenFile = opened.enter_context(files.opened(path, write=True, create=True, direct=False))
         self.offset = 0
-        """Bytes that were written so far."""
+        """Bytes written so far."""
 
     def write(self, data: bytes | bytearray | Bytes) -> None:
-        """Write at the end."""
+        """Append data."""
         part = np.frombuffer(data, np.uint8) if isinstance(data, bytes | bytearray) else data
         self._files.write_from(self._file, part, self.offset)
         self.offset += part.size
 
     def patch(self, offset: int, data: bytes) -> None:
-        """Replace bytes that were written."""
+        """Overwrite bytes that were written before."""
         self._files.write_from(self._file, np.frombuffer(data, np.uint8), offset)
 
     def finish(self) -> None:
@@ -384,7 +384,7 @@ class NewFile:
 
 
 def _resume_at(done: int, count: int, size: int, direct: bool) -> int:
-    """Return the offset to continue from. A direct transfer must resume aligned, so a few bytes are moved again."""
+    """Return the offset to continue from. A direct transfer must resume aligned, so a few bytes are transferred twice."""
     after = done + count
     if direct and after < size:
         aligned = after // 512 * 512
@@ -393,8 +393,8 @@ def _resume_at(done: int, count: int, size: int, direct: bool) -> int:
 
 
 class Flush:
-    """Makes durable all that is written to the file system of `folder` from now on, once `sync` returns. Close it at the end;
-    `Flush.of` returns None if this is not supported."""
+    """Makes everything durable that is written to the file system of `folder` between its creation and `sync`. Close it at
+    the end; `Flush.of` returns None if this is not supported."""
 
     def __init__(self, files: Files, folder: str | Path) -> None:
         self._files = files
@@ -403,15 +403,15 @@ class Flush:
 
     @classmethod
     def of(cls, files: Files, folder: str | Path) -> Flush | None:
-        """Return a flush for `folder`; None if its files are better made durable one by one."""
+        """Return a flush for `folder`; None if its files should be made durable one by one."""
         with contextlib.suppress(OSError):  # no /proc, or a removed folder: a write to it will fail
             if _sync_call() and _is_local(os.stat(folder).st_dev) and _num_dirty_bytes() <= files.max_dirty_bytes:
                 return cls(files, folder)
         return None
 
     def sync(self) -> None:
-        """Make durable all that any process of this machine has written to the file system by now."""
-        self._files.sync_filesystem(self._folder, partial(_call, self._fd))
+        """Make everything durable that any process of this machine has written to the file system."""
+        self._files.sync_filesystem(self._folder, partial(_syncfs, self._fd))
 
     def close(self) -> None:
         """Close the file system's descriptor."""
@@ -420,7 +420,7 @@ class Flush:
         self._fd = -1
 
 
-def _call(fd: int) -> None:
+def _syncfs(fd: int) -> None:
     call = getattr(ctypes.CDLL(None, use_errno=True), _SYNC_CALL)
     if call(fd) != 0:
         error = ctypes.get_errno()
@@ -432,11 +432,11 @@ def _sync_call() -> bool:
     """Return whether this system's `syncfs` reports errors of earlier writes."""
     if not hasattr(os, "uname") or os.uname().sysname != "Linux":
         return False
-    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    match = re.match(r"(\d+)\.(\d+)", os.uname().release)
     with contextlib.suppress(OSError):
         return (
-            found is not None
-            and tuple(map(int, found.groups())) >= _MIN_KERNEL
+            match is not None
+            and tuple(map(int, match.groups())) >= _MIN_KERNEL
             and hasattr(ctypes.CDLL(None), _SYNC_CALL)
         )
     return False
@@ -452,7 +452,7 @@ def _is_local(device: int) -> bool:
 
 
 def _num_dirty_bytes() -> int:
-    """Return the bytes in the page cache that are not on their drives yet."""
+    """Return the bytes in the page cache that have not been written to drives yet."""
     with open("/proc/meminfo", "rb") as file:
-        found = dict(re.findall(rb"^(Dirty|Writeback):\s+(\d+) kB", file.read(), re.MULTILINE))
-    return 1024 * sum(map(int, found.values()))
+        sizes = dict(re.findall(rb"^(Dirty|Writeback):\s+(\d+) kB", file.read(), re.MULTILINE))
+    return 1024 * sum(map(int, sizes.values()))

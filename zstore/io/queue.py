@@ -1,9 +1,9 @@
 """I/O threads: a bounded queue of operations by priority, their tickets, and counters of bytes moved.
 
 [Note: links]
-A link is a name: a collective, a direction between two tiers, reading ahead. Code that moves bytes counts them there, in
-any thread: `with links.moving("host_to_device", nbytes)` around a transfer that the caller waits for, else
-`links.begin("prefetch", nbytes)`, and later `with links.waiting("prefetch", "not there in time")`.
+A link is a name for a kind of transfer: a collective, a direction between two tiers, prefetching. Code that moves bytes
+counts them under that name, in any thread: `with links.moving("host_to_device", nbytes)` around a transfer that the caller
+waits for, else `links.begin("prefetch", nbytes)` and later `with links.waiting("prefetch", "not there in time")`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from enum import IntEnum
 from typing import Generic, TypeVar
 
 from ..errors import UsageError
-from .closing import OF_THE_PARENT, join_threads, notify_of_fork, start_threads
+from .closing import FORKED_ERROR_TEXT, join_threads, register_forkable, start_threads
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Priority(IntEnum):
-    """The order of operations that wait for a thread."""
+    """The priority of queued operations."""
 
     READ = 0
-    """A caller waits for it now."""
+    """A caller is waiting for it."""
     PREFETCH = 1
     """A caller will wait for it soon."""
     WRITE_BACK = 2
-    """Changed state on its way to its tier."""
+    """Writes changed state back to its tier."""
     CHECKPOINT = 3
-    """Copies made during training."""
+    """Writes a checkpoint in the background."""
 
 
 class Ticket(Generic[T]):
@@ -48,22 +48,22 @@ class Ticket(Generic[T]):
     memory until the ticket is done.
     """
 
-    def __init__(self, future: Future[T], observed: Callable[[], None] | None = None) -> None:
+    def __init__(self, future: Future[T], on_observed: Callable[[], None] | None = None) -> None:
         self.future = future
-        """The same for `concurrent.futures`."""
-        self._observed = observed
-        """Called when the result or the error was returned."""
+        """The operation as a `concurrent.futures.Future`."""
+        self._on_observed = on_observed
+        """Called when the result or the error is returned to the caller."""
         self._process = os.getpid()
 
-    def _here(self) -> Future[T]:
+    def _checked_future(self) -> Future[T]:
         """Return the future; raises UsageError in a forked child, where it would never be done. See [Note: forks]."""
         if self._process != os.getpid():
-            raise UsageError(f"the operation is one of a store that {OF_THE_PARENT}")
+            raise UsageError(f"the operation is one of a store that {FORKED_ERROR_TEXT}")
         return self.future
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result; raises the operation's error, or TimeoutError after `timeout_s`."""
-        if wait([self._here()], timeout_s).not_done:
+        if wait([self._checked_future()], timeout_s).not_done:
             raise TimeoutError(f"the operation is not done after {timeout_s} s")
         try:
             return self._result()
@@ -79,28 +79,28 @@ class Ticket(Generic[T]):
 
     def mark_observed(self) -> None:
         """Record that the caller has the result or the error, as `wait` and `await` do."""
-        if self._observed is not None:
-            self._observed()
+        if self._on_observed is not None:
+            self._on_observed()
 
     def done(self) -> bool:
-        """Return whether the operation ended, well or badly."""
+        """Return whether the operation has succeeded or failed."""
         return self.future.done()
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
-        """Wait until the operation ended, well or badly; return whether it did within `timeout_s`."""
-        return not wait([self._here()], timeout_s).not_done
+        """Wait until the operation has succeeded or failed; return whether it did within `timeout_s`."""
+        return not wait([self._checked_future()], timeout_s).not_done
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the operation ended, well or badly; from an I/O thread, so it must be short."""
+        """Call `callback` once the operation has succeeded or failed; from an I/O thread, so it must be short."""
         self.future.add_done_callback(lambda _: callback())
 
     def error(self) -> BaseException | None:
-        """Wait for the end and return the operation's error, None if it went well."""
-        return self._here().exception()
+        """Wait for the end, and return the operation's error, or None if it succeeded."""
+        return self._checked_future().exception()
 
     def __await__(self) -> Generator[object, None, T]:
-        if not self._here().done():
-            import asyncio  # loaded only to await; a caller that just waits starts sooner without
+        if not self._checked_future().done():
+            import asyncio  # only here, because the import takes time and synchronous callers do not need it
 
             loop = asyncio.get_running_loop()
             ended = asyncio.Event()
@@ -118,65 +118,65 @@ class Ticket(Generic[T]):
 
 
 def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
-    """Return a ticket for `operation`, and a function that carries it out, once, in the thread that calls it.
+    """Return a ticket for `operation`, and a function that runs it, once, in the thread that calls the function.
 
-    It does nothing if the ticket's future was cancelled before.
+    The function does nothing if the ticket's future has been cancelled.
     """
     future: Future[T] = Future()
 
-    def carry_out() -> None:
+    def run() -> None:
         nonlocal future, operation
         if not future.set_running_or_notify_cancel():
             return
         try:
             result = operation()
-        except BaseException as error:  # the ticket carries it to those that wait
+        except BaseException as error:  # raised by the ticket
             future.set_exception(error)
         else:
             future.set_result(result)
         finally:
             del future, operation  # see `Ticket.wait`
 
-    return Ticket(future), carry_out
+    return Ticket(future), run
 
 
 def wait_all(tickets: list[Ticket[T]]) -> list[T]:
-    """Wait for all `tickets`, then return their results or raise the first error: nothing is left in flight."""
+    """Wait for all `tickets`, then return their results or raise the first error; no operation is left running."""
     errors = [error for ticket in tickets if (error := ticket.error()) is not None]
     if errors:
         raise errors[0]
     return [ticket.wait() for ticket in tickets]
 
 
-def joined(tickets: list[Ticket[T]], change: Callable[[list[T]], U]) -> Ticket[U]:
+def combined(tickets: list[Ticket[T]], change: Callable[[list[T]], U]) -> Ticket[U]:
     """Return a ticket for `change` of the results of all `tickets`, which is done once they are; its error is the one that
     `wait_all` raises. An I/O thread calls `change`, so it must be short."""
-    own = [*tickets]
-    ticket, carry_out = promise(lambda: change(wait_all(own)))
+    pending = [*tickets]
+    ticket, run = promise(lambda: change(wait_all(pending)))
 
-    def ended() -> None:
-        carry_out()
-        own.clear()  # they refer to this function, which refers to them
+    def on_done() -> None:
+        run()
+        pending.clear()  # breaks a reference cycle: the tickets refer to this function
 
-    when_all_done(tickets, ended)
+    when_all_done(tickets, on_done)
     return ticket
 
 
 def when_all_done(tickets: Sequence[Ticket[T]], callback: Callable[[], None]) -> None:
-    """Call `callback` once all operations ended, well or badly; from an I/O thread, so it must be short."""
-    left = itertools.count(len(tickets), -1)
+    """Call `callback` once all operations have succeeded or failed; from an I/O thread, so it must be short."""
+    remaining = itertools.count(len(tickets), -1)
 
-    def ended() -> None:
-        if next(left) == 0:
+    def on_done() -> None:
+        if next(remaining) == 0:
             callback()
 
     for each in tickets:
-        each.when_done(ended)
-    ended()  # there may be none
+        each.when_done(on_done)
+    on_done()  # there may be none
 
 
 def in_order(tickets: Iterator[Ticket[T]], depth: int) -> Generator[T, None, None]:
-    """Yield the results of `tickets`, which are requested ahead, up to `depth`; nothing is left in flight at the end."""
+    """Yield the results of `tickets`, with up to `depth` requested ahead; no operation is left running at the end."""
     pending: deque[Ticket[T]] = deque()
     try:
         for ticket in tickets:
@@ -197,7 +197,7 @@ class QueueStatistics:
     blocked_s: float
     """Time that producers waited for room in the queue."""
     subjects: Mapping[str, LinkStatistics]
-    """By priority name and subject, as "read optimizer"; only the ones that occurred."""
+    """Statistics by priority and subject, such as "read optimizer"; only those that occurred."""
 
     def of(self, *priorities: Priority) -> LinkStatistics:
         """Return the sums over all subjects."""
@@ -206,7 +206,7 @@ class QueueStatistics:
 
 
 class IoQueue:
-    """`num_threads` threads that carry out operations, lowest priority value first, in order within a priority.
+    """`num_threads` threads that run operations, lowest priority value first, in order within a priority.
 
     At most `depth` operations wait; submitting one more blocks. Operations must not submit others.
     """
@@ -218,26 +218,25 @@ class IoQueue:
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._lock = threading.Lock()
-        # Wakes one thread for each operation and each place: waking all costs more than most operations.
-        self._filled = threading.Condition(self._lock)
-        self._emptied = threading.Condition(self._lock)
+        # One thread is woken per operation or free slot: waking all costs more than most operations.
+        self._not_empty = threading.Condition(self._lock)
+        self._not_full = threading.Condition(self._lock)
         self._closed = False
         self._links = LinkCounters()
         self._blocked_s = 0.0
         self._threads = start_threads(num_threads, self._serve, "zstore-io")
-        notify_of_fork(self)
+        register_forkable(self)
 
     def _forked(self) -> None:
-        """Go on without threads in a forked child: callers carry out their operations. See [Note: forks]."""
+        """Continue without threads in a forked child: operations run in the calling thread. See [Note: forks]."""
         self._lock = threading.Lock()
-        self._filled, self._emptied = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._not_empty, self._not_full = threading.Condition(self._lock), threading.Condition(self._lock)
         self._heap, self._threads = [], []
 
     def submit(
         self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, subject: str = ""
     ) -> Ticket[T]:
-        """Queue `operation`, which moves `nbytes` of `subject`; returns its ticket. Blocks while the queue
-        is full."""
+        """Queue `operation`, which moves `nbytes` of `subject`; returns its ticket. Blocks while the queue is full."""
         ticket, run = self._ticket(operation, priority, nbytes, subject)
         if not self._threads:  # see [Note: endings]
             run()
@@ -246,16 +245,16 @@ class IoQueue:
             if len(self._heap) >= self._depth and not self._closed:
                 started = time.perf_counter()
                 while len(self._heap) >= self._depth and not self._closed:
-                    self._emptied.wait()
+                    self._not_full.wait()
                 self._blocked_s += time.perf_counter() - started
             if self._closed:
                 raise UsageError("the I/O threads are closed: no operation can be queued")
             heapq.heappush(self._heap, (priority, next(self._order), run))
-            self._filled.notify()
+            self._not_empty.notify()
         return ticket
 
-    def carry_out(self, operation: Callable[[], T], priority: Priority, nbytes: int = 0) -> Ticket[T]:
-        """Carry out `operation` in the calling thread, which would only wait for it; counted like queued ones."""
+    def run_inline(self, operation: Callable[[], T], priority: Priority, nbytes: int = 0) -> Ticket[T]:
+        """Run `operation` in the calling thread, which would only wait for it; counted like queued operations."""
         ticket, run = self._ticket(operation, priority, nbytes, "")
         run()
         return ticket
@@ -263,7 +262,7 @@ class IoQueue:
     def _ticket(
         self, operation: Callable[[], T], priority: Priority, nbytes: int, subject: str
     ) -> tuple[Ticket[T], Callable[[], None]]:
-        """Return a ticket for `operation`, and a function that carries it out."""
+        """Return a ticket for `operation`, and a function that runs and counts it."""
         link = f"{priority.name.lower()} {subject}"
 
         def counted() -> T:
@@ -282,34 +281,34 @@ class IoQueue:
                 while not self._heap:
                     if self._closed:
                         return
-                    self._filled.wait()
+                    self._not_empty.wait()
                 run = heapq.heappop(self._heap)[2]
-                self._emptied.notify()
+                self._not_full.notify()
             run()
-            del run  # its objects, an error with its frames too, are not this thread's to keep
+            del run  # do not keep its objects alive, such as an error with its frames
 
     def statistics(self) -> QueueStatistics:
         """Return the counters since the start."""
         return QueueStatistics(blocked_s=self._blocked_s, subjects=self._links.statistics())
 
     def close(self) -> None:
-        """Carry out queued operations, then end the threads."""
+        """Run the queued operations, then stop the threads."""
         with self._lock:
             self._closed = True
-            self._filled.notify_all()
-            self._emptied.notify_all()
+            self._not_empty.notify_all()
+            self._not_full.notify_all()
         join_threads(self._threads)
 
 
 @dataclass(kw_only=True)
 class LinkStatistics:
-    """The work of one link of this rank since the start."""
+    """The transfers over one link of this rank since the start."""
 
     operations: int = 0
     bytes: int = 0
-    """Bytes of operations begun, including unfinished ones."""
+    """Bytes of all operations, including unfinished ones."""
     busy_s: float = 0.0
-    """Time from the beginning of each operation until it was seen to be done, summed: concurrent operations each count."""
+    """Sum of the operations' durations, each until it was observed to be done; concurrent operations count separately."""
     stall_s: dict[str, float] = field(default_factory=dict)
     """Seconds for which a caller waited, by cause."""
 
@@ -324,7 +323,7 @@ class LinkStatistics:
 
 
 def total_of_links(links: Iterable[LinkStatistics]) -> LinkStatistics:
-    """Return several links as one."""
+    """Return the sums over several links."""
     sums = LinkStatistics()
     for link in links:
         sums.operations += link.operations
@@ -355,7 +354,7 @@ class LinkCounters:
             self._counts.setdefault(link, LinkStatistics()).busy_s += seconds
 
     def stalled(self, link: str, cause: str, seconds: float) -> None:
-        """Count time for which a caller waited."""
+        """Count time that a caller waited, by cause."""
         with self._lock:
             stall_s = self._counts.setdefault(link, LinkStatistics()).stall_s
             stall_s[cause] = stall_s.get(cause, 0.0) + seconds
@@ -371,8 +370,8 @@ class LinkCounters:
 
     @contextlib.contextmanager
     def moving(self, link: str, nbytes: int, cause: str | None = "blocking call") -> Iterator[None]:
-        """Count a `with` block as one operation of `nbytes` whose whole time the caller waits; a caller that loses
-        nothing, such as a thread that works ahead, gives None as the cause."""
+        """Count a `with` block as one operation of `nbytes`, for whose whole duration the caller waits. If nothing is
+        delayed by that, as in a thread that prefetches, pass None as the cause."""
         self.begin(link, nbytes)
         started = time.perf_counter()
         try:

@@ -1,8 +1,8 @@
-"""Whole shard files: written once from a source, and read and verified, in bounded memory.
+"""Shard files: written once from a source, and read and verified, in bounded memory.
 
-[Note: who takes buffers]
-A buffer is taken by the thread that submits an operation, and released by the operation. An I/O thread never waits
-for the pool: all of them could wait for buffers whose operations are later in the queue.
+[Note: who acquires buffers]
+A buffer is acquired by the thread that submits an operation, and released by the operation. An I/O thread never waits for
+the pool: otherwise all of them could wait for buffers whose operations are later in the queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..format.arrays import ArraySpec, Bytes, Grid
 from ..format.shardfile import ShardLayout, Slots, check_index, encode_index, layout_of, runs, slot_views, small_index
 from .files import LARGE_BYTES, Files
 from .memory import Buffer, Pool, make_slab
-from .queue import IoQueue, Priority, Ticket, joined, wait_all
+from .queue import IoQueue, Priority, Ticket, combined, wait_all
 
 _TINY_BYTES = 32 * 1024
 
@@ -30,53 +30,53 @@ Fill = Callable[[int, int, Bytes], None]
 
 @dataclass(frozen=True)
 class FillRuns:
-    """A fill that is also called for runs of whole chunks at once: then `out` is [chunks, bytes of a chunk], not contiguous.
+    """A fill that is also called for runs of whole chunks; `out` is then [chunks, bytes of a chunk], not contiguous.
 
-    A step in Python for each chunk, and a GIL hand-off, cost more than the copy.
+    A Python call per chunk, and a GIL hand-off, would cost more than the copy.
     """
 
     fill: Fill
     memory: Bytes | None = None
-    """The elements from `first` on in host memory, which does not change while they are written: files may be written from
-    it. None: they must be copied first."""
+    """Host memory with the elements from `first` on, which does not change while they are written, so that files can be
+    written directly from it. None: the elements must be copied first."""
     first: int = 0
     """Global flat element."""
 
     @classmethod
     def of(cls, memory: Bytes, itemsize: int, first: int = 0) -> FillRuns:
-        """Return what fills from memory that has the elements from `first` on."""
+        """Return a fill that copies from memory with the elements from `first` on."""
 
         def fill(low: int, high: int, out: Bytes) -> None:
             out[:] = memory[(low - first) * itemsize : (high - first) * itemsize].reshape(out.shape)
 
         return cls(fill, memory, first)
 
-    def at_rest(self, first: int, stop: int, itemsize: int) -> Bytes | None:
+    def in_place(self, first: int, stop: int, itemsize: int) -> Bytes | None:
         """Return the memory of elements `[first, stop)`; None unless all of them are in it."""
         if self.memory is None or first < self.first:
             return None
-        found = self.memory[(first - self.first) * itemsize : (stop - self.first) * itemsize]
-        return found if found.size == (stop - first) * itemsize else None
+        memory = self.memory[(first - self.first) * itemsize : (stop - self.first) * itemsize]
+        return memory if memory.size == (stop - first) * itemsize else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class IoResources:
-    """Shared by all transfers: files, threads, buffers and their division."""
+    """What all transfers share: files, threads, buffers, and the sizes of requests."""
 
     files: Files
     queue: IoQueue
     pool: Pool
     block_bytes: int = 4 * 1024 * 1024
-    """Bytes of one request to the disk, about; a request is a whole number of chunks, at least one. Less in a small
-    pool, so that several fit."""
+    """Approximate bytes per disk request, which is a whole number of chunks, at least one. With a small pool, requests are
+    smaller, so that several fit."""
     verify: bool = True
     """Check the crc32c of every chunk that is read."""
     sync: bool = True
-    """Shard files are durable when created; else their creator flushes many at once."""
+    """Make shard files durable when they are created; otherwise their creator flushes many files together."""
 
     @property
     def request_bytes(self) -> int:
-        """Most bytes of one request to the disk, unless a chunk is larger."""
+        """Maximum bytes per disk request, unless a chunk is larger."""
         return min(self.block_bytes, self.pool.nbytes // 4)
 
     def span_chunks(self, layout: ShardLayout) -> int:
@@ -93,7 +93,7 @@ def open_resources(
     verify: bool = True,
     files: Files | None = None,
 ) -> Iterator[IoResources]:
-    """Make resources for the length of a `with` block; queued operations are carried out before it ends."""
+    """Create resources for a `with` block; queued operations are completed before it ends."""
     queue = IoQueue(num_threads)
     try:
         yield IoResources(
@@ -117,9 +117,9 @@ class ShardSummary:
 
 
 def make_shard_file(res: IoResources, path: str | Path, layout: ShardLayout, *, index: bool = True) -> None:
-    """Make a shard file, reserve all its bytes, and write its index; without `index` the writer of chunk 0 writes that.
+    """Create a shard file, reserve its space, and write its index; without `index`, the writer of chunk 0 writes it.
 
-    A file that could not be made whole is removed again. Takes no buffer of the pool, so it may be called while holding one.
+    On failure the file is removed. Acquires no buffer from the pool, so it may be called while holding one.
     """
     with res.files.opened(path, write=True, create=True) as file:
         try:
@@ -143,10 +143,10 @@ def write_shard(
     fill: Fill | FillRuns,
     priority: Priority = Priority.CHECKPOINT,
 ) -> ShardSummary:
-    """Make a new shard file from `fill` and return its summary; the data is durable when this returns, if `res.sync`.
+    """Create a shard file from `fill`, and return its summary; the data is durable when this returns, if `res.sync`.
 
-    `fill` is called from several threads at once, for disjoint ranges. A file of that name is an error; a failure leaves a
-    partial file, to be removed with the caller's folder. Must not be called from an I/O thread.
+    `fill` is called concurrently from several threads, for disjoint ranges. The file must not exist; after a failure, a
+    partial file remains, which the caller removes with its folder. Must not be called from an I/O thread.
     """
     writer = ShardWriter(res, path, spec, grid, shard, priority)
     if writer.is_tiny and not res.sync:
@@ -158,13 +158,13 @@ def write_shard(
 
 
 def checksum_shard(res: IoResources, spec: ArraySpec, grid: Grid, shard: int, fill: Fill | FillRuns) -> tuple[int, ...]:
-    """Return the checksums that `write_shard` would, and write nothing. Must not be called from an I/O thread."""
+    """Return the checksums of `write_shard` without writing. Must not be called from an I/O thread."""
     writer = ShardWriter(res, None, spec, grid, shard, Priority.CHECKPOINT)
     return (writer.write_tiny(fill) if writer.is_tiny else writer.create(fill).wait()).crcs
 
 
 class ShardWriter:
-    """Writes chunks of the shard file `path` (None: only takes their checksums). Not for I/O threads."""
+    """Writes chunks of the shard file `path` (None: only computes their checksums). Not for I/O threads."""
 
     def __init__(
         self, res: IoResources, path: str | Path | None, spec: ArraySpec, grid: Grid, shard: int, priority: Priority
@@ -179,11 +179,11 @@ class ShardWriter:
 
     @property
     def is_tiny(self) -> bool:
-        """The file is written faster than an I/O thread would start on it."""
+        """Whether writing the file takes less time than handing it to an I/O thread."""
         return self._layout.num_present > 0 and self._layout.file_bytes <= _TINY_BYTES
 
     def write_tiny(self, fill: Fill | FillRuns) -> ShardSummary:
-        """Make the whole file in this thread, through the page cache; the caller makes it durable."""
+        """Write the whole file in this thread, through the page cache; the caller makes it durable."""
         layout = self._layout
         slots = Slots(layout, 0, layout.num_present, layout.data_offset, None)
         data = np.empty(slots.buffer_bytes, np.uint8)
@@ -198,52 +198,52 @@ class ShardWriter:
 
     @property
     def is_small(self) -> bool:
-        """The file is one request, issued by `create`, and durable if the resources request it."""
-        return self._begins_with_index and self._layout.num_present <= self._res.span_chunks(self._layout)
+        """Whether the file is written by `create` in one request, and is then durable if `res.sync`."""
+        return self._starts_with_index and self._layout.num_present <= self._res.span_chunks(self._layout)
 
     @property
-    def _begins_with_index(self) -> bool:
-        """The index goes with the first chunks, in one request, if the pool has room for both."""
+    def _starts_with_index(self) -> bool:
+        """Whether the index is written with the first chunks in one request: the pool has room for both."""
         layout = self._layout
         first_chunks = min(self._res.span_chunks(layout), layout.num_present)
         return first_chunks > 0 and layout.data_offset + first_chunks * layout.slot_bytes <= self._res.pool.nbytes // 2
 
-    def create(self, fill: Fill | FillRuns, *, here: bool = False) -> Ticket[ShardSummary]:
-        """Create the file and start writing all of it. With `here`, `fill` is called only in this thread, part by part,
-        before this returns, and what it filled is written in the background; `write_shard` says the rest."""
-        layout, index = self._layout, self._begins_with_index
+    def create(self, fill: Fill | FillRuns, *, in_caller: bool = False) -> Ticket[ShardSummary]:
+        """Create the file and start writing all of it; otherwise like `write_shard`. With `in_caller`, `fill` is called only
+        in this thread, part by part, before this returns; the parts are written in the background."""
+        layout, index = self._layout, self._starts_with_index
         if not self.is_small and self._path is not None:
             make_shard_file(self._res, self._path, layout, index=not index)
-        what = self._spec.name, self._shard, layout.file_bytes
-        parts = self._begin(0, layout.num_present, fill, index=index, here=here)
-        return joined(parts, lambda found: ShardSummary(*what, tuple(crc for part in found for crc in part)))
+        fields = self._spec.name, self._shard, layout.file_bytes
+        parts = self._start(0, layout.num_present, fill, index=index, in_caller=in_caller)
+        return combined(parts, lambda results: ShardSummary(*fields, tuple(crc for part in results for crc in part)))
 
     def write(self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns) -> list[int]:
         """Write chunks `[first_chunk, stop_chunk)` of a file that has its index from `fill`; return the crc32c of their
         payloads.
 
-        `fill` is called from several threads at once, for disjoint ranges.
+        `fill` is called concurrently from several threads, for disjoint ranges.
         """
-        return [crc for part in wait_all(self._begin(first_chunk, stop_chunk, fill)) for crc in part]
+        return [crc for part in wait_all(self._start(first_chunk, stop_chunk, fill)) for crc in part]
 
-    def _begin(
-        self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns, *, index: bool = False, here: bool = False
+    def _start(
+        self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns, *, index: bool = False, in_caller: bool = False
     ) -> list[Ticket[list[int]]]:
-        """Return tickets for the parts of chunks that are written; with `index`, it is written with chunk 0, and a file of one
-        request creates it."""
-        res, rest = self._res, None
-        if isinstance(fill, FillRuns) and fill.memory is not None and res.files.takes_parts:
-            rest = partial(self._at_rest, fill)
+        """Return tickets for the runs of chunks that are written. With `index`, the index is written with chunk 0, and if one
+        request writes the whole file, it also creates the file."""
+        res, memory_of = self._res, None
+        if isinstance(fill, FillRuns) and fill.memory is not None and res.files.supports_scattered:
+            memory_of = partial(self._at_rest, fill)
         tickets: list[Ticket[list[int]]] = []
         try:
             step = res.span_chunks(self._layout)
-            for slots in runs(self._layout, first_chunk, stop_chunk, step, rest, index=index):
-                buffer = self._filled(slots, fill) if here else res.pool.acquire(slots.buffer_bytes)
+            for slots in runs(self._layout, first_chunk, stop_chunk, step, memory_of, index=index):
+                buffer = self._filled_buffer(slots, fill) if in_caller else res.pool.acquire(slots.buffer_bytes)
                 is_last = slots.stop == stop_chunk
                 makes_file = index and is_last and slots.first == first_chunk
-                task = partial(self._write_slots, slots, buffer, None if here else fill, makes_file=makes_file)
-                # The last one runs here: this thread would only wait for it.
-                start = res.queue.carry_out if is_last and not here else res.queue.submit
+                task = partial(self._write_slots, slots, buffer, None if in_caller else fill, makes_file=makes_file)
+                # The last run is written in this thread, which would only wait for it.
+                start = res.queue.run_inline if is_last and not in_caller else res.queue.submit
                 tickets.append(start(task, self._priority, 0 if self._path is None else slots.nbytes))
         except BaseException:
             for ticket in tickets:
@@ -251,7 +251,7 @@ class ShardWriter:
             raise
         return tickets
 
-    def _filled(self, slots: Slots, fill: Fill | FillRuns) -> Buffer:
+    def _filled_buffer(self, slots: Slots, fill: Fill | FillRuns) -> Buffer:
         buffer = self._res.pool.acquire(slots.buffer_bytes)
         try:
             self._lay_out(slots, buffer, fill)
@@ -262,7 +262,7 @@ class ShardWriter:
 
     def _at_rest(self, fill: FillRuns, chunk: int) -> Bytes | None:
         first = self._shard * self._grid.shard_numel + chunk * self._grid.chunk_numel
-        return fill.at_rest(first, first + self._grid.chunk_numel, self._spec.itemsize)
+        return fill.in_place(first, first + self._grid.chunk_numel, self._spec.itemsize)
 
     def _write_slots(
         self, slots: Slots, buffer: Buffer, fill: Fill | FillRuns | None, *, makes_file: bool
@@ -273,9 +273,11 @@ class ShardWriter:
                 self._lay_out(slots, buffer, fill)
             crcs = slots.seal()
             if self._path is not None:
-                # A small file that is made durable later, with others, needs no separate request now.
-                waits = makes_file and not self._res.sync and slots.nbytes < LARGE_BYTES
-                with self._res.files.opened(self._path, write=True, create=makes_file, direct=not waits) as file:
+                # A small file that is made durable later, together with others, goes through the page cache.
+                is_synced_later = makes_file and not self._res.sync and slots.nbytes < LARGE_BYTES
+                with self._res.files.opened(
+                    self._path, write=True, create=makes_file, direct=not is_synced_later
+                ) as file:
                     self._res.files.write_from(file, slots.data, slots.offset)
                     if makes_file and self._res.sync:
                         self._res.files.sync_data(file)
@@ -288,17 +290,17 @@ class ShardWriter:
         self._fill_slots(slots, buffer.bytes, fill)
 
     def _fill_slots(self, slots: Slots, data: Bytes, fill: Fill | FillRuns) -> None:
-        """Copy the payloads that are not written from their own memory into `data`."""
+        """Copy the payloads that are not written directly from memory into `data`."""
         grid, shard, num_done = self._grid, self._shard, 0
         if isinstance(fill, FillRuns):
             fill = fill.fill
             if slots.is_in_buffer:
                 num_done = self._fill_run(slot_views(data[slots.head :], self._layout), slots.first, fill)
-        for chunk, payload in slots.copied(num_done):
+        for chunk, payload in slots.buffered(num_done):
             fill_chunk(payload, fill, self._spec, grid, shard, chunk)
 
     def _fill_run(self, slots: Bytes, first_chunk: int, fill: Fill) -> int:
-        """Fill the payloads of chunks that the array has all elements of, at once; return how many they are."""
+        """Fill the payloads of all chunks without padding in one call; return how many these are."""
         grid, first = self._grid, first_chunk * self._grid.chunk_numel
         num_whole = min(len(slots), (grid.shard_valid_numel(self._shard) - first) // grid.chunk_numel)
         if num_whole:
@@ -308,7 +310,7 @@ class ShardWriter:
 
 
 def fill_chunk(payload: Bytes, fill: Fill, spec: ArraySpec, grid: Grid, shard: int, chunk: int) -> None:
-    """Fill `payload`, the bytes of chunk number `chunk` of a shard, with zeros past the array's end."""
+    """Fill `payload`, the bytes of chunk number `chunk` of a shard; bytes past the array's end are zeros."""
     first = shard * grid.shard_numel + chunk * grid.chunk_numel
     stop = min(first + grid.chunk_numel, shard * grid.shard_numel + grid.shard_valid_numel(shard))
     valid_bytes = (stop - first) * spec.itemsize
@@ -317,10 +319,10 @@ def fill_chunk(payload: Bytes, fill: Fill, spec: ArraySpec, grid: Grid, shard: i
 
 
 class ShardReader:
-    """Reads one shard file, verifying its size and index first (unless `check` is false, see `check_size`) and every chunk
-    that it touches.
+    """Reads one shard file. Verifies its size and index first (unless `check` is false, see `check_size`), and every chunk
+    that it reads.
 
-    Raises CorruptionError that names array, file and offset for a file that is missing, of another size or damaged.
+    Raises CorruptionError that names array, file and offset for a file that is missing, damaged or of the wrong size.
     Safe to use from several threads, but not from an I/O thread.
     """
 
@@ -336,7 +338,7 @@ class ShardReader:
         self._res = res
         self._expected: Sequence[int] | None = None
         self._index_due = False
-        """The index is checked with the first chunk."""
+        """Whether the index will be checked with the first chunk."""
         self._checked = check
         if check:
             self.check_file()
@@ -348,9 +350,9 @@ class ShardReader:
 
     def check_size(self) -> None:
         """Check the size now, and the index when the first chunk is read, in one request with it."""
-        found = self._file_bytes()
-        if found != self.layout.file_bytes:
-            raise self._wrong_size(found, self.layout.file_bytes)
+        actual_bytes = self._file_bytes()
+        if actual_bytes != self.layout.file_bytes:
+            raise self._size_error(actual_bytes, self.layout.file_bytes)
         self.check_index_with_chunks()
 
     def check_index_with_chunks(self) -> None:
@@ -370,10 +372,10 @@ class ShardReader:
                 f"array {self.spec.name!r}: the shard file {self.path} is missing; restore it from another copy"
             ) from error
 
-    def _wrong_size(self, found: int, expected: int) -> CorruptionError:
+    def _size_error(self, actual_bytes: int, expected: int) -> CorruptionError:
         return CorruptionError(
-            f"array {self.spec.name!r}: {self.path} has {found} bytes, expected {expected} "
-            f"(wrong from offset {min(found, expected)} on): the file was cut or replaced; "
+            f"array {self.spec.name!r}: {self.path} has {actual_bytes} bytes, expected {expected} "
+            f"(wrong from offset {min(actual_bytes, expected)} on): the file was cut or replaced; "
             "restore it from another copy"
         )
 
@@ -384,11 +386,11 @@ class ShardReader:
         return index
 
     def expect_crcs(self, crcs: Sequence[int]) -> None:
-        """Require these checksums, by chunk, from now on: the ones in a manifest."""
+        """From now on, require these checksums, by chunk, from a manifest."""
         self._expected = crcs
 
-    def place(self, chunk: int) -> tuple[int, int]:
-        """Return (offset, bytes) of a chunk in the file, its crc32c included."""
+    def chunk_location(self, chunk: int) -> tuple[int, int]:
+        """Return (offset, size) of a chunk in the file, including its crc32c."""
         return self.layout.slot_offset(chunk), self.layout.chunk_bytes
 
     def read(self, first: int, stop: int, out: Bytes, priority: Priority = Priority.READ) -> None:
@@ -414,18 +416,18 @@ class ShardReader:
                 self.check_file()  # reports a damaged file, if that is the reason
             raise
         expected = () if self._expected is None else self._expected[first_chunk:stop_chunk]
-        for chunk, (found, wanted) in enumerate(zip(crcs, expected, strict=False), start=first_chunk):
-            if found != wanted:
+        for chunk, (actual, committed) in enumerate(zip(crcs, expected, strict=False), start=first_chunk):
+            if actual != committed:
                 raise CorruptionError(
-                    f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {self.place(chunk)[0]}) is whole, but "
-                    "not the one that the manifest names: the file was replaced; restore it from another copy"
+                    f"array {self.spec.name!r}: chunk {chunk} of {self.path} (offset {self.chunk_location(chunk)[0]}) is "
+                    "whole, but not the one that the manifest names: the file was replaced; restore it from another copy"
                 )
         return crcs
 
     def _scan_chunks(
         self, first_chunk: int, stop_chunk: int, target: ShardRange | None, priority: Priority
     ) -> list[int]:
-        """Read chunks, into `target` if there is one; return their crc32c, none if they are not checked."""
+        """Read chunks, into `target` if given; return their crc32c, or an empty list if they are not verified."""
         layout, res = self.layout, self._res
 
         def read_slots(slots: Slots, buffer: Buffer) -> list[int]:
@@ -441,24 +443,24 @@ class ShardReader:
                 if target is not None and slots.is_in_buffer:
                     target.take(slots.first, slot_views(buffer.bytes[slots.head :], layout))
                 elif target is not None:
-                    for chunk, payload in slots.copied():
+                    for chunk, payload in slots.buffered():
                         target.take(chunk, payload[np.newaxis])
             return crcs
 
-        rest = None if target is None or not res.files.takes_parts else target.memory_of
-        found = runs(layout, first_chunk, stop_chunk, res.span_chunks(layout), rest, index=self._index_due)
+        memory_of = None if target is None or not res.files.supports_scattered else target.memory_of
+        slot_runs = runs(layout, first_chunk, stop_chunk, res.span_chunks(layout), memory_of, index=self._index_due)
         tickets: list[Ticket[list[int]]] = []
-        for slots in found:
+        for slots in slot_runs:
             buffer = res.pool.acquire(slots.buffer_bytes)
             self.read_bytes += slots.nbytes
-            # The last one runs here: the caller would only wait for it.
-            start = res.queue.carry_out if slots.stop == stop_chunk else res.queue.submit
+            # The last run is read in this thread, which would only wait for it.
+            start = res.queue.run_inline if slots.stop == stop_chunk else res.queue.submit
             tickets.append(start(partial(read_slots, slots, buffer), priority, slots.nbytes))
         return [crc for part in wait_all(tickets) for crc in part]
 
 
 class ShardRange:
-    """Memory for global flat elements `[first, stop)`, all of one shard, that are parts of `chunks`."""
+    """The memory to read global flat elements `[first, stop)` of one shard into; `chunks` contain them."""
 
     def __init__(self, reader: ShardReader, first: int, stop: int, out: Bytes) -> None:
         grid = reader.grid
@@ -469,7 +471,7 @@ class ShardRange:
         """Numbers of the chunks."""
 
     def memory_of(self, chunk: int) -> Bytes | None:
-        """Return the memory of all of a chunk's elements; None if some are not wanted."""
+        """Return the memory for a chunk's elements; None if the range has only some of them."""
         low, high = chunk * self._numel, (chunk + 1) * self._numel
         return self._part(low, high) if self._low <= low and high <= self._high else None
 
@@ -477,13 +479,13 @@ class ShardRange:
         return self._out[(low - self._low) * self._itemsize : (high - self._low) * self._itemsize]
 
     def take(self, chunk: int, payloads: Bytes) -> None:
-        """Copy the wanted parts of chunks from number `chunk` on: [chunks, bytes of a payload, or more]."""
-        # Chunks wanted whole are copied at once: a step in Python for each costs more than its bytes.
+        """Copy the elements in the range from `payloads` [chunks, at least the bytes of a payload], from chunk `chunk` on."""
+        # Whole chunks are copied in one step: a Python call per chunk would cost more than the copy.
         low = max(chunk, -(-self._low // self._numel))
         high = min(chunk + len(payloads), self._high // self._numel)
         if low < high:
-            into = self._part(low * self._numel, high * self._numel).reshape(high - low, -1)
-            into[:] = payloads[low - chunk : high - chunk, : into.shape[1]]
+            target = self._part(low * self._numel, high * self._numel).reshape(high - low, -1)
+            target[:] = payloads[low - chunk : high - chunk, : target.shape[1]]
         for number, payload in enumerate(payloads, start=chunk):
             if not low <= number < high:
                 self._take_part(number, payload)

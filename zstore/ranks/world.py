@@ -176,8 +176,8 @@ class World:
 
     def learn_connections(self) -> None:
         """Update the connections to the other ranks, if they are watched, after a process group was created (all ranks)."""
-        if self.watch.state is not WatchState.UNWATCHED:
-            self.watch.connections.learn(self.all_gather_object(self.watch.connections.listed()), self.rank)
+        if self.watch.state is not WatchState.NOT_STARTED:
+            self.watch.connections.learn(self.all_gather_object(self.watch.connections.list_endpoints()), self.rank)
 
     @contextmanager
     def calling(self, phase: str, *, meeting: str | None = None) -> Iterator[None]:
@@ -186,11 +186,11 @@ class World:
         `meeting` names a call that a script may mistakenly make on one rank only: the block begins once all are in it.
         """
         watch = self.watch
-        if watch.activity.phase or watch.state is WatchState.UNWATCHED:
+        if watch.activity.phase or watch.state is WatchState.NOT_STARTED:
             yield
             return
         watch.raise_if_broken()
-        watch.agreed = False
+        watch.error_is_shared = False
         watch.activity.phase, watch.activity.unit = phase, ""
         try:
             if meeting is not None:
@@ -233,7 +233,7 @@ class World:
         failures = {rank: rows[rank][0][1] for rank in places}
         calls = [rank_call for _, rank_call, _ in rows]
         if failures or len(set(calls)) > 1:
-            self.watch.agreed = True
+            self.watch.error_is_shared = True
         if error is not None:
             raise error
         if failures:
@@ -254,14 +254,14 @@ class World:
         watch, activity = self.watch, self.watch.activity
         if enters:
             watch.raise_if_broken()
-        activity.entered += enters
+        activity.num_collectives += enters
         activity.collective = collective
         try:
             yield
         except RuntimeError as error:
-            if watch.state is WatchState.UNWATCHED:
+            if watch.state is WatchState.NOT_STARTED:
                 raise
-            raise watch.lost(error) from error
+            raise watch.collective_failed(error) from error
         finally:
             activity.collective = ""
 

@@ -27,7 +27,7 @@ from ..errors import CorruptionError, StorageError, UsageError, ZstoreError, sho
 from ..format.arrays import Bytes
 from ..format.shardfile import ScatteredMemory
 from ..io.files import Files, OpenFile
-from ..io.machine import LastingExecutor, Workers
+from ..io.machine import ShutdownSafeExecutor, Workers
 from ..io.shards import IoResources
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def open_bucket(
 @cache
 def _keep_lookups(loop: AbstractEventLoop) -> None:
     """Let the loop of a file system look up hosts until uploads are complete. See [Note: endings]."""
-    loop.set_default_executor(LastingExecutor(_NUM_LOOKUPS, "zstore-lookup"))
+    loop.set_default_executor(ShutdownSafeExecutor(_NUM_LOOKUPS, "zstore-lookup"))
 
 
 def checked_parts(data: IO[bytes], nbytes: int, check: Callable[[], None]) -> Iterator[bytes]:

@@ -32,17 +32,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..checkpoint.catalog import (
-    NOT_LATEST,
-    NOT_REMOVED,
-    TagInfo,
-    check_tag_is_free,
-    noting,
-    read_record,
-    replaced_text,
-    stamped,
+from ..checkpoint.catalog import TagInfo, check_tag_is_free, read_record, replaced_text, reporting_to, with_commit_time
+from ..checkpoint.commit import (
+    LATEST_NOT_UPDATED,
+    REMOTE_LOCK_TTL_S,
+    REPLACED_NOT_REMOVED,
+    discard,
+    owner_json,
+    process_has_ended,
 )
-from ..checkpoint.commit import FOREIGN_LIFE_S, discard, owner_document, process_ended
 from ..checkpoint.folder import Entries, Folder
 from ..checkpoint.layout import (
     LATEST_FILE,
@@ -52,9 +50,9 @@ from ..checkpoint.layout import (
     SET_ASIDE,
     manifest_file,
     new_save_id,
-    own_name,
-    parse_own_name,
+    parse_working_name,
     tag_folder,
+    working_name,
 )
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep, retire
@@ -94,7 +92,7 @@ class BucketTarget:
         self.folder = folder
         self._tag, self._save_id, self._run_id = tag, save_id, run_id
         self._name = tag_folder(tag)
-        self._lock = own_name(self._name, LOCK, save_id)
+        self._lock = working_name(self._name, LOCK, save_id)
         self._keep: Keep | None = None
         self.location = folder.location_of(self._name)
         """URL of the tag, as people name it."""
@@ -121,14 +119,14 @@ class BucketTarget:
         if replaced is not None and not overwrite:
             messages.append(replaced_text(replaced))
         is_taken = self.folder.child(self._name).has(RECORD_FILE)
-        self.folder.write_small(self._lock, owner_document(run=self._run_id, since_s=int(time.time())))
+        self.folder.write_small(self._lock, owner_json(run=self._run_id, since_s=int(time.time())))
         # Of two saves that begin at once, each sees the other's lock.
         if any(name == self._name and lock != self._lock for lock, name in _locks(self.folder.entries()).items()):
             self.folder.remove(self._lock)
             raise CheckpointExistsError(
                 f"another save of {self.location} is running: wait for its end, or save under another tag"
             )
-        self.facts = {"stage": own_name(self._name, SET_ASIDE, self._save_id) if is_taken else self._name}
+        self.facts = {"stage": working_name(self._name, SET_ASIDE, self._save_id) if is_taken else self._name}
         return messages
 
     def send(
@@ -155,7 +153,7 @@ class BucketTarget:
             if found.get(file) != nbytes:
                 listed = "nothing" if file not in found else f"{found[file]} bytes"
                 raise CheckpointError(f"{stage.location_of(file)}: {nbytes} bytes were sent, {listed} arrived")
-        record = stamped(reader.record, self.folder)
+        record = with_commit_time(reader.record, self.folder)
         stage.write_small(METADATA_FILE, reader.folder.read_small(METADATA_FILE))
         if not self.folder.has(self._lock):
             raise CheckpointError(f"another save considered the upload of {stage} dead and removed its lock")
@@ -169,10 +167,10 @@ class BucketTarget:
             self.folder.child(self._name).remove(RECORD_FILE)
         # Failures from here on do not harm the checkpoint.
         messages: list[str] = []
-        with noting(messages, NOT_LATEST):
+        with reporting_to(messages, LATEST_NOT_UPDATED):
             if record.is_latest:
                 self.folder.write_small(LATEST_FILE, f"{self._tag}\n".encode())
-        with noting(messages, NOT_REMOVED):
+        with reporting_to(messages, REPLACED_NOT_REMOVED):
             _remove_remains(self.folder, self._name)
             self.folder.remove(self._lock)
         if self._keep is not None:
@@ -195,15 +193,14 @@ def has_ended(data: bytes | Exception, run_id: str) -> bool:
     """Return whether the upload whose lock has the bytes `data` ended. See [Note: the order of an upload]."""
     try:
         owner: dict[str, Any] = json.loads(data) if isinstance(data, bytes) else {}
-        ended = process_ended(owner) or owner["run"] == run_id != ""
-        return ended or time.time() - int(owner["since_s"]) > FOREIGN_LIFE_S
+        ended = process_has_ended(owner) or owner["run"] == run_id != ""
+        return ended or time.time() - int(owner["since_s"]) > REMOTE_LOCK_TTL_S
     except (ValueError, KeyError, TypeError):
         return False
 
 
 def sweep(folder: BucketFolder, run_id: str) -> list[str]:
-    """Remove the leftovers of uploads that have ended, including those of run `run_id`. Returns a message for each that
-    could not be removed."""
+    """Remove leftovers of ended uploads, and those of run `run_id`; return a message for each that could not be."""
     try:
         locks = _locks(folder.entries())
     except MISSING:
@@ -213,7 +210,7 @@ def sweep(folder: BucketFolder, run_id: str) -> list[str]:
     messages: list[str] = []
     for lock, name in locks.items():
         if name not in busy:
-            with noting(messages, "the files of an earlier upload could not be removed"):
+            with reporting_to(messages, "the files of an earlier upload could not be removed"):
                 _remove_remains(folder, name)
                 folder.remove(lock)
     return messages
@@ -221,13 +218,13 @@ def sweep(folder: BucketFolder, run_id: str) -> list[str]:
 
 def _locks(entries: Entries) -> dict[str, str]:
     """Return the locks in a folder, each with the tag folder that it locks."""
-    return {file: own[0] for file in entries.files if (own := parse_own_name(file)) is not None and own[1] == LOCK}
+    return {file: own[0] for file in entries.files if (own := parse_working_name(file)) is not None and own[1] == LOCK}
 
 
 def _remove_remains(folder: BucketFolder, name: str) -> None:
     """Remove the files of the tag folder `name` that belong to no checkpoint, or to a replaced one."""
-    found = [own for each in folder.entries().folders if (own := parse_own_name(each)) is not None]
-    asides = [own_name(*own) for own in found if own[:2] == (name, SET_ASIDE)]
+    found = [own for each in folder.entries().folders if (own := parse_working_name(each)) is not None]
+    asides = [working_name(*own) for own in found if own[:2] == (name, SET_ASIDE)]
     try:  # other failures are the caller's, which leaves the lock for the next sweep
         read_record(folder.child(name))
         doomed = asides
@@ -250,9 +247,9 @@ def remover(place: Folder) -> Callable[[TagInfo], None]:
 def remove_checkpoint(folder: BucketFolder, info: TagInfo) -> None:
     """Remove a checkpoint in `folder` so that a partial one never looks like a checkpoint."""
     name = info.folder.name
-    own = parse_own_name(name)
-    lock = own_name(own[0] if own else name, LOCK, own[2] if own else new_save_id())
-    folder.write_small(lock, owner_document(run=info.record.run, since_s=int(time.time())))
+    own = parse_working_name(name)
+    lock = working_name(own[0] if own else name, LOCK, own[2] if own else new_save_id())
+    folder.write_small(lock, owner_json(run=info.record.run, since_s=int(time.time())))
     folder.child(name).remove(RECORD_FILE)
     folder.remove_tree(name)
     folder.remove(lock)

@@ -169,7 +169,7 @@ class _RemoteSave(Save):
             raise RuntimeError("the target of the upload was not opened")
         return self._target
 
-    def _follow(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
+    def _wait_for_commit(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
         request = self._request
         if self._board is not None:
             for path in (*self._part.pieces_of_rank(), self._folder / manifest_file(request.rank)):
@@ -180,7 +180,7 @@ class _RemoteSave(Save):
         self._wait_for("end", "rank 0 did not commit")
         self._post(f"seen-{request.rank}", {})
 
-    def _gather(self, pieces: bool) -> None:
+    def _collect(self, pieces: bool) -> None:
         others = range(1, self._request.world_size)
         self._fetch(self._part.all_pieces() if pieces else (self._folder / manifest_file(rank) for rank in others))
         if not pieces:
@@ -240,13 +240,13 @@ class _RemoteSave(Save):
             if self._target is not None:
                 self._target.discard(ended=ended)
 
-    def _raise_cause(self, error: BaseException) -> None:
+    def _raise_root_cause(self, error: BaseException) -> None:
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             text = f"checkpoint {self._request.tag!r} was not saved to {self._location}: {error}"
             raise CheckpointError(text) from error
 
-    def _end(self) -> None:
-        self._committer.abort("", alone=True)
+    def _release(self) -> None:
+        self._committer.abort("", is_only_rank=True)
 
     def _all_posted(self, kind: str) -> bool:
         """Wait up to `_END_TIMEOUT_S` for such a message of each other rank; return whether all have posted it (rank 0)."""

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, list_nested, meant_of, newest_of, scan
+from ..checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, default_tag, list_nested, newest_tag, scan
 from ..checkpoint.folder import Folder, StoredFiles, joined_files, shared_bytes, stored_files
-from ..checkpoint.layout import LATEST_FILE, parse_own_name
+from ..checkpoint.layout import LATEST_FILE, parse_working_name
 from ..errors import CheckpointNotFoundError
 from .models import CheckpointEntry, CheckpointList, Newest, RefusedFolder
 
@@ -58,7 +58,7 @@ class RunCheckpoints:
     def newest(self) -> tuple[str, TagInfo] | None:
         """Return path and checkpoint of the newest; None without a checkpoint."""
         found = self.all()
-        return _with_path(found, newest_of(list(found.values()))) if found else None
+        return _with_path(found, newest_tag(list(found.values()))) if found else None
 
     def find(self, checkpoint: str) -> tuple[str, TagInfo]:
         """Return path and checkpoint of a path, a tag, or `latest`. Raises CheckpointNotFoundError."""
@@ -80,7 +80,7 @@ class RunCheckpoints:
         own = tuple(info for path, info in found.items() if "/" not in path)
         if "/" in newest[0]:
             return newest
-        return _with_path(found, meant_of(self._folder, replace(self._found.catalog, tags=own))[0])
+        return _with_path(found, default_tag(self._folder, replace(self._found.catalog, tags=own))[0])
 
     def summary(self) -> tuple[int, Newest | None]:
         """Return the number of checkpoints, and the newest."""
@@ -166,7 +166,7 @@ def _same(one: TagInfo | None, other: TagInfo) -> bool:
 
 def _path_of(info: TagInfo, run: Folder) -> str:
     """Return the path of a checkpoint inside the run's folder; one that is being replaced still has its own name."""
-    own, holder = parse_own_name(info.folder.name), info.folder.parent
+    own, holder = parse_working_name(info.folder.name), info.folder.parent
     name = own[0] if own else info.folder.name
     return name if holder.location == run.location else f"{holder.name}/{name}"
 

@@ -35,7 +35,7 @@ from ..checkpoint.retention import Keep
 from ..checkpoint.save import save_checkpoint
 from ..errors import UsageError
 from ..format.arrays import ArraySpec, numpy_dtype
-from ..io.closing import OF_THE_PARENT, Completions, closing_with, notify_of_fork, run_to_the_end
+from ..io.closing import FORKED_ERROR_TEXT, Completions, make_finalizer, register_forkable, run_non_daemon
 from ..io.files import Files, UserPath, user_location, user_path
 from ..io.machine import AsyncClosing, Workers
 from ..io.queue import Ticket, promise, wait_all
@@ -75,12 +75,12 @@ class Store(Shards, AsyncClosing):
         self._run_id = uuid.uuid4().hex
         self._known_files: Mapping[str, KnownFile] = {}
         """Shard files of earlier checkpoints, by array."""
-        self._finalizer = closing_with(self, _release_all, self._tiers_by_name, self._cleanup)
-        notify_of_fork(self)
+        self._finalizer = make_finalizer(self, _release_all, self._tiers_by_name, self._cleanup)
+        register_forkable(self)
 
     def _forked(self) -> None:
         """Disable the store in a forked child: threads and folder belong to the parent."""
-        self._lock, self._closed = threading.RLock(), f"the store {OF_THE_PARENT}"
+        self._lock, self._closed = threading.RLock(), f"the store {FORKED_ERROR_TEXT}"
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
@@ -119,8 +119,7 @@ class Store(Shards, AsyncClosing):
             )
 
     def _replace(self, name: str, array: StoreArray | None, operation: Callable[[], None]) -> Ticket[None]:
-        """Queue a replacement of an array, or with None its removal; if it fails, the previous one is restored, if
-        there was one."""
+        """Queue a replacement of an array, or with None its removal; on failure, restore the previous one, if any."""
         previous = self._arrays.get(name)
         self._arrays.set(name, array)
 
@@ -138,8 +137,7 @@ class Store(Shards, AsyncClosing):
     def _store_array(
         self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None, saves: Sequence[Ticket[Any]]
     ) -> None:
-        """Create an array, unless an identical one exists, and let `fill` set all its values. If that fails, a new array
-        is removed."""
+        """Create an array unless an identical one exists, and `fill` its values; on failure, remove a new array."""
         name = array.spec.name
         current_tier = self._tiers[name].name if name in self._tiers else None
         is_new = not self._is_stored(array) or tier not in (None, current_tier)
@@ -337,7 +335,7 @@ class Store(Shards, AsyncClosing):
         be waiting for a pin held by the caller, which may never be released: such a change fails.
         """
         while not snapshot_ticket.wait_for_end(_PIN_CHECK_S):
-            if (self._closed or _completions.end_waits()) and all(save.done() for save in earlier):
+            if (self._closed or _completions.exit_is_waiting()) and all(save.done() for save in earlier):
                 for tier in _memory_tiers(self._tiers_by_name):
                     tier.fail_waiting(names)
         snapshot = snapshot_ticket.wait()
@@ -390,8 +388,7 @@ class Store(Shards, AsyncClosing):
             return dict(source.record.state.get("extra", {}))
 
     def _loaded_as(self, stored: ArraySpec) -> StoreArray:
-        """Return the array to load a checkpoint's array into: the existing one of that name if shape and dtype match,
-        else a new one."""
+        """Return the array to load into: the existing one of that name if shape and dtype match, else a new one."""
         existing = self._arrays.get(stored.name)
         matches = existing is not None and (existing.spec.shape, existing.spec.dtype) == (stored.shape, stored.dtype)
         if existing is not None and matches and existing.grid.num_shards == 1:
@@ -447,7 +444,7 @@ def _start_save(title: str, save: Callable[[], SaveSummary], snapshot_ticket: Ti
     ticket, run = promise(run_and_report)
     key = _completions.begin(title, ticket.wait_for_end)
     try:
-        run_to_the_end(run, "zstore-checkpoint")
+        run_non_daemon(run, "zstore-checkpoint")
     except BaseException:
         if ticket.future.cancel():
             _completions.end(key, None)

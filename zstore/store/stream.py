@@ -102,8 +102,7 @@ class _LoadedBatch:
         """Views of data read from disk, by array. They stay views of the version that was read."""
 
     def _lay_out(self) -> tuple[list[Piece], int]:
-        """Return the pieces of the buffer, group by group, and its size. Shards that share a file are laid out as in the
-        file."""
+        """Return the pieces of the buffer by group, and its size; shards in a pack are laid out as in its file."""
         spans = [(name, plan.span) for plan in self.batch for name in self._pass.groups[plan.group]]
         offsets, total = [0] * len(spans), 0
         sizes = [self._tiers[name].span_bytes(name, span.num_chunks) for name, span in spans]
@@ -381,7 +380,7 @@ class Stream:
             self._counters.pool_wait_s += time.perf_counter() - started
             return buffer
         # A pass that reads nothing gains nothing from memory acquired ahead of use.
-        if not self._reads or self._pool.held_bytes + nbytes > self._pool.nbytes * 3 // 4:
+        if not self._reads or self._pool.used_bytes + nbytes > self._pool.nbytes * 3 // 4:
             return None
         return self._pool.try_acquire(nbytes)
 

@@ -19,7 +19,7 @@ from zstore.engine.optim.state import OptimizerState
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
 from zstore.io import map_large_blocks, user_path
-from zstore.io.closing import Closing, closing_with
+from zstore.io.closing import Closing, make_finalizer
 from zstore.store import Store, StoreOptions, StoreStatistics
 
 from .local_state import LocalState, OffloadedKernel, StateView
@@ -72,7 +72,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
         )
         rank = torch_dist.get_rank() if torch_dist.is_available() and torch_dist.is_initialized() else 0
         cleanup = ExitStack()  # references the store, but not the optimizer
-        self._end = closing_with(self, cleanup.close)
+        self._end = make_finalizer(self, cleanup.close)
         try:
             store = Store(options, rank=rank, cuda=streams.cuda_runtime)
             cleanup.callback(store.close)

@@ -39,7 +39,7 @@ from ...checkpoint.reader import StoredArray, checked_manifest, checked_metadata
 from ...checkpoint.retention import Keep
 from ...errors import CorruptionError, UsageError
 from ...format.arrays import round_up
-from ...format.codecs import decode_packed_index, most_stored_bytes, packed_file_bytes
+from ...format.codecs import decode_packed_index, max_stored_bytes, packed_file_bytes
 from ...format.shardfile import BLOCK_BYTES, CRC_BYTES, check_index, checksum_error, layout_of
 
 OFFER_FILE = "upload.json"
@@ -258,7 +258,7 @@ def _read_shards(record: Record, rank: int, path: Path, arrays: Mapping[str, Sto
             )
         smallest = largest = layout.file_bytes
         if array.codec is not None:
-            each = most_stored_bytes(layout.payload_bytes) + CRC_BYTES
+            each = max_stored_bytes(layout.payload_bytes) + CRC_BYTES
             smallest, largest = layout.data_offset, packed_file_bytes(layout.data_offset + layout.num_present * each)
         if not smallest <= entry.file_bytes <= largest:
             raise CorruptionError(

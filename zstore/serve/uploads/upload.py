@@ -26,9 +26,9 @@ from pathlib import Path
 import numpy as np
 
 from ...checkpoint.catalog import scan
-from ...checkpoint.commit import Committer, owner_is_dead, sweep
+from ...checkpoint.commit import Committer, owner_has_ended, sweep
 from ...checkpoint.format import Record
-from ...checkpoint.layout import LOCK, METADATA_FILE, RECORD_FILE, TEMPORARY, dump_metadata, own_name, tag_folder
+from ...checkpoint.layout import LOCK, METADATA_FILE, RECORD_FILE, TEMPORARY, dump_metadata, tag_folder, working_name
 from ...checkpoint.reader import CheckpointReader
 from ...errors import (
     CheckpointMismatchError,
@@ -109,11 +109,11 @@ class Upload:
     def _undo_commit(self) -> None:
         """Undo a commit interrupted when the service stopped."""
         name = tag_folder(self.record.tag)
-        moved = self.folder / own_name(name, TEMPORARY, self.record.id)
-        lock = self.folder / own_name(name, LOCK, self.record.id)
+        moved = self.folder / working_name(name, TEMPORARY, self.record.id)
+        lock = self.folder / working_name(name, LOCK, self.record.id)
         if self.checkpoint.is_dir() or not moved.is_dir():
             return
-        with owner_is_dead(lock) as dead:
+        with owner_has_ended(lock) as dead:
             if dead:
                 self._files.unlink(moved / RECORD_FILE)
                 self._files.rename(moved, self.checkpoint)
@@ -217,8 +217,7 @@ class Upload:
             return [each for each in found if not self.is_whole(each.path)]
 
     def file_state(self, file: str) -> UploadFile:
-        """Return how much of a file arrived. A file is checked now if all bytes arrived before the service, or the connection,
-        ended."""
+        """Return how much of a file arrived; checks a file whose bytes had all arrived when the connection ended."""
         size = self.content_of(file).num_bytes
         if (
             not self.is_whole(file)
