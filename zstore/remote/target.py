@@ -200,7 +200,7 @@ def has_ended(data: bytes | Exception, run_id: str) -> bool:
 
 
 def sweep(folder: BucketFolder, run_id: str) -> list[str]:
-    """Remove leftovers of ended uploads, and those of run `run_id`; return a message for each that could not be."""
+    """Remove leftovers of uploads that have ended or belong to run `run_id`; return a message for each failure."""
     try:
         locks = _locks(folder.entries())
     except MISSING:
