@@ -252,7 +252,7 @@ def test_what_is_there_is_never_replaced_and_odd_options_are_refused(theirs: Pat
         with pytest.raises(CheckpointExistsError, match="out exists"):
             convert(theirs, tmp_path / "out", to)
     convert(theirs, tmp_path / "ours", world_size=2)
-    with pytest.raises(CheckpointExistsError, match="has a checkpoint 'step-30' already"):
+    with pytest.raises(CheckpointExistsError, match="already has a checkpoint 'step-30'"):
         convert(theirs, tmp_path / "ours")
     assert (tmp_path / "out").read_text() == "mine"
     assert [(info.tag, info.record.step, info.record.world_size) for info in tags(tmp_path / "ours")] == [
