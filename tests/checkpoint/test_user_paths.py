@@ -216,7 +216,7 @@ WRITERS: dict[str, Writer] = {
 def places(tmp_path: Path, home: Path) -> SimpleNamespace:
     other = tmp_path / "other"
     other.mkdir()
-    return SimpleNamespace(in_caller=Path.cwd(), other=other, home=home)
+    return SimpleNamespace(here=Path.cwd(), other=other, home=home)
 
 
 @pytest.mark.parametrize("mask", [0o027, pytest.param(0o002, marks=pytest.mark.soak)], ids=oct)
