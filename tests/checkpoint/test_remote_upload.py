@@ -275,7 +275,7 @@ def test_a_tag_of_another_run_is_not_replaced_unasked(remote: Remote, world: Wor
 def test_a_users_folder_is_never_touched(remote: Remote, world: World) -> None:
     remote.fs.put(f"{TAG}/thesis.txt", b"mine")
     for message in remote.fail(world, overwrite=True):
-        assert "is not a checkpoint of zstore" in message
+        assert "is not a zstore checkpoint" in message
     assert list(remote.fs.objects()) == [f"{TAG}/thesis.txt"]
 
 
