@@ -185,8 +185,8 @@ def open_checkpoint(
 async def open_checkpoint_async(
     location: UserPath, tag: str | float | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """Open a checkpoint as `open_checkpoint` does without blocking the event loop: `async with await
-    zstore.open_checkpoint_async(path) as checkpoint`. Its arrays are read in the calling thread, or by `asyncio.to_thread`."""
+    """Open a checkpoint as `open_checkpoint` does, without blocking the event loop: `async with await
+    zstore.open_checkpoint_async(path) as checkpoint`. Its arrays are read in the calling thread: use `asyncio.to_thread`."""
     text, options = None if tag is None else tag_text(tag), storage_options or {}
     return await open_source_async(user_location(location), text, options, partial(Checkpoint, storage_options=options))
 

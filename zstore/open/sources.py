@@ -173,7 +173,7 @@ def open_store(
     verify: bool = True,
     device: str = "cpu",
 ) -> Store:
-    """Open a store that keeps its arrays in a new folder below `path`, on a fast drive, or without a path in memory.
+    """Open a store that keeps its arrays in a new folder below `path`, on a fast drive, or in memory if there is no path.
 
     Arrays live as long as the store is open; `Store.checkpoint` saves and `Store.load` restores them, both by links if drive
     and layout allow. `host_budget_bytes` bounds all memory of the store: transfer buffers, arrays in host memory, data read

@@ -94,7 +94,7 @@ class Store(Shards, AsyncClosing):
         return self._cleanup.enter_context(Workers(2, "zstore-passes"))
 
     def put(self, name: str, value: Value, *, tier: TierName | None = None, dims: Sequence[str] = ()) -> Ticket[None]:
-        """Store `value` under `name`, `group/name` or a plain name, replacing any previous value.
+        """Store `value` under `name` (`group/name` or a plain name), replacing any previous value.
 
         It may have any shape and data type of the format, and must not be changed until the ticket is done. The array
         is kept on its current tier, or on disk, or in host memory for a store without a path, unless `tier` says
@@ -176,7 +176,7 @@ class Store(Shards, AsyncClosing):
             return self._queue(array, read, changes=False)
 
     def update(self, name: str, value: Value, *, rows: slice | None = None) -> Ticket[None]:
-        """Replace an array's values, or those of `rows` of its first dimension, with `value`, of their shape and data
+        """Replace an array's values, or `rows` of its first dimension, with `value`, which has the same shape and data
         type.
 
         `value` must not be changed until the ticket is done. Raises UsageError if it does not fit, KeyError for an
@@ -199,7 +199,7 @@ class Store(Shards, AsyncClosing):
         return array
 
     def delete(self, name: str) -> Ticket[None]:
-        """Remove an array and free its space, once checkpoints of it that are being written are done.
+        """Remove an array and free its space, once pending checkpoints no longer need it.
 
         Raises KeyError for an unknown name.
         """
@@ -208,15 +208,15 @@ class Store(Shards, AsyncClosing):
             return self._replace(name, None, partial(self._remove, name, self._saves.all()))
 
     def move(self, name: str, *, tier: TierName) -> Ticket[None]:
-        """Move an array with its values to another tier. The ticket raises BudgetError or DiskFullError if there is no
-        room: then the array stays on its tier."""
+        """Move an array to a different tier. The ticket raises BudgetError or DiskFullError if there is no room; the
+        array then stays on its tier."""
         with self._lock:
             array, saves = self._array(name), self._saves.all()
         move = partial(_when_unpinned, partial(self.relocate, name, tier, copy_view), saves)
         return self._queue(array, move, changes=True)
 
     def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> ArrayIterator:
-        """Iterate over (name, value) pairs, all of them by default: `for` and `async for` alike.
+        """Iterate over (name, value) pairs, of all arrays by default, with `for` or `async for`.
 
         `prefetch` arrays are read ahead, within the budget. With "update" a value is changed in place and stored in the
         background, also when the loop is left; with "read" changes are lost. A value is valid until the next one.
@@ -257,7 +257,7 @@ class Store(Shards, AsyncClosing):
         return f"<Store of {len(self)} arrays in {self.options.run_path or 'memory'}>"
 
     def flush(self) -> Ticket[None]:
-        """Wait for all pending changes; the ticket raises, once, the error of a failed change, unless a later change of
+        """Wait for all pending changes. If one failed, the ticket raises its error, only once, unless a later change of
         the array succeeded."""
         with self._lock:
             self._check_open()
@@ -289,7 +289,7 @@ class Store(Shards, AsyncClosing):
         keep: int | None = None,
         overwrite: bool = False,
     ) -> Ticket[SaveSummary]:
-        """Save the current values of arrays as the checkpoint `path`, whose last part is the tag.
+        """Save the current values of arrays as the checkpoint `path`, whose last component is the tag.
 
         Files on the same drive are linked, not copied; other data is written in the background, and a change of an
         array in memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
@@ -364,7 +364,7 @@ class Store(Shards, AsyncClosing):
         names: Iterable[str] | None = None,
         tier: TierName | None = None,
     ) -> Ticket[dict[str, Any]]:
-        """Put the arrays of a checkpoint, all of them by default, in place of arrays of the same names; the ticket
+        """Load the arrays of a checkpoint, all of them by default, replacing arrays of the same names; the ticket
         returns its `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
 
         Files on the same drive with the same layout as in this store are linked, regardless of how many ranks saved them.
