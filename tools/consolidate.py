@@ -31,7 +31,9 @@ from .printing import ProgressBar
 def consolidate_command(
     ckpt: Location,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
-    dtype: Annotated[Dtype, typer.Option(help="Data type to write the weights in.")] = "fp16",
+    dtype: Annotated[
+        Dtype, typer.Option(help="Data type of the weights: that of the training gives the same outputs.")
+    ] = "fp16",
     max_shard_size: Annotated[int, size_option("Maximum file size, such as 5GB or 512MiB.", show_default="5GB")] = 5
     * 10**9,
     *,
