@@ -225,9 +225,12 @@ class Config:
                 'is treated as "forward": clipping and the check for finite values need all gradients before any update'
             )
         if mode == "forward" and not (self.stage == 3 and (self.world_size > 1 or self.offload_param.device != "none")):
-            text = (
-                'is treated as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) '
-                "can be updated in the background after step()"
+            mode, text = (
+                "none",
+                (
+                    'is treated as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) '
+                    "can be updated in the background after step()"
+                ),
             )
         return mode, text
 

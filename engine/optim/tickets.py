@@ -152,6 +152,11 @@ class Tickets:
             may_start = self._is_open and ticket.state is TicketState.FINAL
             return ticket if may_start or ticket.has_started else None  # a pass that had no buffer asks again
 
+    def start(self, record: ParameterRecord) -> None:
+        """Mark the update of a record as running."""
+        with self._changed:
+            self.of[record].state = TicketState.RUNNING
+
     def last_read(self, records: Iterable[ParameterRecord]) -> Event:
         """Return the device's last read of any of `records`."""
         return max((self.of[record] for record in records), key=lambda ticket: ticket.unit_number).last_read

@@ -44,7 +44,7 @@ from .changes import Changes, UpdatePlan
 from .kernel import StepSettings
 from .rules import Stepper
 from .state import OptimizerState
-from .tickets import TORN, ReadGuard, Tickets, TicketState
+from .tickets import TORN, ReadGuard, Tickets
 
 _log = logging.getLogger("zstore")
 
@@ -343,7 +343,7 @@ class Update:
         if squares is not None and not math.isfinite(squares):  # `step()` detects that in the norm, on every rank
             self.tickets.mark_taken([record])
             return False
-        ticket.state = TicketState.RUNNING
+        self.tickets.start(record)
         return True
 
     def _take(self, records: Sequence[ParameterRecord]) -> list[torch.Tensor | None]:

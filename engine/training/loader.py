@@ -36,7 +36,7 @@ class Counters:
     global_steps: int = 0
     """Optimizer steps, including skipped ones."""
     skipped_steps: int = 0
-    """Steps that were skipped because of an overflow in fp16."""
+    """Steps that were skipped because gradients were not finite."""
     micro_steps: int = 0
     """Calls of `step()`, at boundaries or not."""
 

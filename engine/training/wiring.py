@@ -55,7 +55,7 @@ def wire(
         checkpoint_blocks(model)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
-    # First, so that a folder that cannot be used leave_device the model unchanged.
+    # First, so that an unusable folder leaves the model unchanged.
     built = BuiltModel(model, world, may_copy=config.frozen)
     streams = streams or streams_for(world.device)
     slots = {name: rule.slots(kernels[groups[p]], p.shape, world.world_size) for name, _, p in names if p in groups}

@@ -160,7 +160,7 @@ def test_as_much_host_memory_is_pinned_as_planned() -> None:
 
 
 def test_a_unit_moves_by_one_copy_each_way_into_one_allocation_and_without_a_thread() -> None:
-    config = pinned(3, "cpu", own="cpu", gradient_accumulation_steps=1)
+    config = pinned(3, "cpu", own="cpu", gradient_accumulation_steps=1, zstore={"step_overlap": "none"})
     with FakeDevice() as device, start(config, make_net(layers=4), _streams=device) as engine:
         engine.backward(engine(*batch(0, 0, 0)))
         units = engine.statistics().units

@@ -211,14 +211,14 @@ def test_the_page_of_errors_quotes_the_messages_and_classes_of_the_source() -> N
 
 
 def hops() -> list[tuple[str, str]]:
-    """(file, name) of each hop; a file's names follow it until the next file."""
+    """(file, name) of each hop, and of each answer; a file's names follow it until the next file."""
     found: list[tuple[str, str]] = []
-    for row in re.findall(r"^\| \d+ \| .* \| ([^|]*) \|$", text_of("docs/how-it-works.md"), re.MULTILINE):
+    for row in re.findall(r"^\| (?:\d+ \| .*|[A-Z].*\?) \| ([^|]*) \|$", text_of("docs/how-it-works.md"), re.MULTILINE):
         path = ""
         for text in re.findall(r"`([^`]+)`", row):
             if text.endswith(".py"):
                 path = text
-            else:
+            elif path and re.fullmatch(r"[A-Z]\w*(\.\w+)?", text):
                 found.append((path, text))
     return found
 
