@@ -19,7 +19,6 @@ from zstore.engine.adapters.deepspeed.engine import DeepSpeedEngine, initialize
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command
-from zstore.weights.files import Weight, plan_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -217,10 +216,3 @@ def test_a_consolidated_lora_has_the_names_of_peft(tmp_path: Path) -> None:
     wanted, found = load_file(tmp_path / "plain/mine" / ADAPTER), load_file(tmp_path / "out" / ADAPTER)
     assert sorted(found) == sorted(wanted)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    # Two adapters in one checkpoint, or a part of the model itself: no file of PEFT's has both.
-    names = [f"base_model.model.q.lora_A.{name}.weight" for name in ("one", "two")]
-    for others in (names, [names[0], "base_model.model.head.weight"]):
-        weights = [Weight(name=name, array=name, shape=(1,), dtype="float32") for name in others]
-        (layout,) = plan_model(weights, 2**20, {})
-        assert layout.name == "model.safetensors"
-        assert sorted(weight.name for weight in layout.weights) == sorted(others)

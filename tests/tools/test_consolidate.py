@@ -51,7 +51,7 @@ from zstore.tools.convert import convert_command
 from zstore.tools.options import Common
 from zstore.tools.reshard import reshard_command
 from zstore.weights.cast import Castor, cast_into, castors
-from zstore.weights.files import Weight, plan_files
+from zstore.weights.files import Weight, plan_files, plan_model
 from zstore.weights.from_checkpoint import DTYPES, frozen_weights, list_weights, write_weights
 
 Array = npt.NDArray[Any]
@@ -272,6 +272,16 @@ def test_names_that_are_no_text_or_come_twice_are_refused(names: list[str]) -> N
     weights = [Weight(name=name, array=f"model/{n}", shape=(1,), dtype="float32") for n, name in enumerate(names)]
     with pytest.raises(CheckpointMismatchError, match="cannot have a weight called"):
         plan_files(weights, 10**9)
+
+
+def test_only_weights_of_one_lora_are_named_by_peft() -> None:
+    q, k = "base_model.model.q.lora_A.one.weight", "base_model.model.k.lora_A.two.weight"
+    long = "base_model.model" + ".modules_to_save.x.y" * 100_000 + "\n"  # takes minutes if the time is quadratic
+    base, other = "base_model.model.head.weight", q.replace("one", "two")
+    for names in ([q, k], [q, other], [q, base], [q.replace(".model", "")], [long]):
+        weights = [Weight(name=name, array=name, shape=(1,), dtype="float32") for name in names]
+        (layout,) = plan_model(weights, 10**9, {})
+        assert {weight.name for weight in layout.weights} == set(names)
 
 
 @pytest.mark.soak  # the names are 110 MB

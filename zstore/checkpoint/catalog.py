@@ -336,8 +336,9 @@ def _not_found_text(folder: Folder, tag: str | None, catalog: Catalog) -> str:
         text += f": it has a {METADATA_FILE} but no {RECORD_FILE}, so it was never committed, or that file was lost"
     for refusal in catalog.refusals[:5]:
         text += f"; {refusal.folder.name} was refused: {refusal.reason}"
-    if nested := list_nested(folder).tags:
-        text += f"; name a folder in it that has one, such as {newest_tag(nested).folder.parent}"
+    with contextlib.suppress(OSError, ZstoreError):  # a nested folder cannot be read, or was just removed
+        if nested := list_nested(folder).tags:
+            text += f"; name a folder in it that has one, such as {newest_tag(nested).folder.parent}"
     foreign = sorted({software for name, software in _FOREIGN.items() if name in entries.files})
     return text + (f"; it looks like a checkpoint of {foreign[0]}" if foreign else "")
 

@@ -45,10 +45,10 @@ MAX_FILE_BYTES = 5 * 1000**3
 """Bytes of weights in one file unless asked otherwise, as in transformers."""
 
 _LORA = re.compile(
-    r"(base_model\..+)(?:(\.lora_[AB])\.[^.]+(\.weight|\.bias)|(\.lora_embedding_[AB])\.[^.]+|"
-    r"(\.lora_magnitude_vector)\.[^.]+\.weight|\.modules_to_save\.[^.]+(\..+))"
+    r"(?s)(base_model\.model\..+)(?:(\.lora_[AB])\.([^.]+)(\.weight|\.bias)|(\.lora_embedding_[AB])\.([^.]+)|"
+    r"(\.lora_magnitude_vector)\.([^.]+)\.weight|\.modules_to_save\.([^.]+)(\..+))"
 )
-"""Names of the parameters that LoRA trains; the groups joined are those in PEFT's files (`get_peft_model_state_dict`)."""
+"""Parameters that LoRA trains. Groups 3, 6, 8 and 9: the adapter's name; the others, joined: the name in PEFT's files."""
 
 _BLOCK_BYTES = 4 * 1024 * 1024
 _ALIGN_BYTES = 4096
@@ -89,8 +89,7 @@ class FileLayout:
 
 
 def plan_model(weights: Iterable[Weight], max_file_bytes: int, state: Mapping[str, Any]) -> list[FileLayout]:
-    """Return the files as `plan_files` does, with the names of the files that the checkpoint of `state` was made from, or those
-    of PEFT for the weights of LoRA alone."""
+    """Return the files as `plan_files` does, named as the source of the checkpoint was, or by PEFT if all are of a LoRA."""
     weights, stem = list(weights), state.get(STEM_KEY)
     stem = stem if stem in STEMS else STEM
     if lora := _named_by_peft(weights):
@@ -99,12 +98,12 @@ def plan_model(weights: Iterable[Weight], max_file_bytes: int, state: Mapping[st
 
 
 def _named_by_peft(weights: Sequence[Weight]) -> list[Weight]:
-    """Return `weights` with the names of PEFT's own files, which omit the adapter's name; empty if other weights than those of
-    one LoRA adapter are among them."""
+    """Return `weights` with the names of PEFT's files, which omit the adapter's; empty unless they are one LoRA adapter."""
     found = {weight.name: _LORA.fullmatch(weight.name) for weight in weights}
-    names = {name: match.expand(r"\1\2\3\4\5\6") for name, match in found.items() if match}
+    names = {name: match.expand(r"\1\2\4\5\7\g<10>") for name, match in found.items() if match}
+    adapters = {match.expand(r"\3\6\8\9") for match in found.values() if match}
     is_lora = len(set(names.values())) == len(weights) and any(".lora_" in name for name in names)
-    return [replace(weight, name=names[weight.name]) for weight in weights] if is_lora else []
+    return [replace(weight, name=names[weight.name]) for weight in weights] if is_lora and len(adapters) == 1 else []
 
 
 def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM) -> list[FileLayout]:
