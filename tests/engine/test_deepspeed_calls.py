@@ -261,7 +261,7 @@ def test_frozen_parameters_may_be_left_out_of_a_checkpoint(
     assert inspect_command(tmp_path / "small", Common(json=True)) in (0, None)
     assert json.loads(capsys.readouterr().out)["checkpoint"]["parameters_left_out"] == names
     consolidate_command(tmp_path / "small", tmp_path / "weights", "fp32", 10**9)
-    assert "2 frozen parameters that the save left out, such as body.weight, body.bias" in capsys.readouterr().err
+    assert "2 frozen parameters that were not saved, such as body.weight, body.bias" in capsys.readouterr().err
     assert set(load_file(tmp_path / "weights" / "model.safetensors")) == {"head.weight", "head.bias"}
 
 

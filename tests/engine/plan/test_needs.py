@@ -101,7 +101,7 @@ def _planned_and_counted(config: dict[str, Any], which: str) -> tuple[dict[str, 
 
 def _unused_bytes(engine: Any) -> int:
     """Gradients that are planned for and never come, of a layer that is not used; rows are held of all."""
-    if engine.training_state.sharding.gradients:
+    if engine.training_state.gradients.rules.each_backward:
         return 0
     records = [r for r in engine.training_state.trained if r.name.startswith("unused")]
     accumulates = engine.gradient_accumulation_steps() > 1
