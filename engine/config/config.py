@@ -148,11 +148,11 @@ class Config:
 
     @property
     def moment_type(self) -> Moments:
-        """Type of the optimizer's moments."""
+        """Type of the optimizer's moments, of which a frozen engine has none."""
         section = self.settings.optimizer
         requests_bf16 = self.settings.bf16.bf16_optimizer_states
         requests_bf16 = requests_bf16 or (section is not None and not section.params.fp32_optimizer_states)
-        return self.zstore.moments or ("bf16" if requests_bf16 else "fp32")
+        return "fp32" if self.frozen else self.zstore.moments or ("bf16" if requests_bf16 else "fp32")
 
     @property
     def gradient_clipping(self) -> float:

@@ -221,7 +221,8 @@ class ParameterRecord:
 
     def use_values(self, values: torch.Tensor) -> None:
         """Give the parameter the memory of `values`."""
-        if self.parameter.__dict__.pop("record", None) is not None:
+        if isinstance(self.parameter, ReleasedParameter):
+            del self.parameter.__dict__["record"]
             self.parameter.__class__ = type(self.parameter).__bases__[-1]  # see `_released_kind`
         self.parameter.data = values
         self.address = values.data_ptr()

@@ -108,11 +108,12 @@ class GradientStep:
     def host_rows(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for this rank's rows of a gradient: part of one allocation for all gradients of its unit that wait
         for the update there. On a device that is the host, and for gradients spilled to disk, each has its own."""
-        record = gradient.record
-        if self.transfers.streams.device_is_host or (self.spill is not None and record in self.spill):
+        record, spilled = gradient.record, self.spill or ()
+        if self.transfers.streams.device_is_host or record in spilled:
             return self.transfers.empty_host(record.owned_numel, dtype)
         if (gradient, dtype) not in self._rooms:
-            unit = [g for g in gradient.unit if g.record in self.rules.to_host and g.record.dtype == record.dtype]
+            in_memory = (g for g in gradient.unit if g.record in self.rules.to_host and g.record not in spilled)
+            unit = [g for g in in_memory if g.record.dtype == record.dtype]
             sizes = [size for g in unit for size in (g.record.owned_numel, -g.record.owned_numel % _ALIGN_NUMEL)]
             room = self.transfers.empty_host(sum(sizes), dtype, unit[0].record.name)
             self._rooms.update(zip([(g, dtype) for g in unit], room.split_with_sizes(sizes)[::2], strict=True))
@@ -144,8 +145,7 @@ class GradientStep:
 
     def _begin_squares(self) -> None:
         unsquared, self.unsquared = self.unsquared, {}
-        one_by_one = self.rules.squares_at_once
-        begun = begin_squares(list(unsquared.values()), self.transfers, one_by_one=one_by_one)
+        begun = begin_squares(list(unsquared.values()), self.transfers, one_by_one=self.rules.squares_at_once)
         for gradient, squares in zip(unsquared, begun, strict=True):
             gradient.sum_of_squares = squares
 

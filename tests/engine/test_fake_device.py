@@ -147,7 +147,7 @@ def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_m
     assert allocations[-1] - allocations[0] <= 0
 
 
-def test_as_much_host_memory_is_pinned_as_planned() -> None:
+def test_as_much_host_memory_is_pinned_as_planned(nvme: Path) -> None:
     config = pinned(3, "cpu", own="cpu", gradient_accumulation_steps=1)
     with FakeDevice() as device, start(config, make_net(width=400, layers=4), _streams=device) as engine:
         for number in range(2):
@@ -157,6 +157,11 @@ def test_as_much_host_memory_is_pinned_as_planned() -> None:
         # Only what crosses to the device: masters and slots in host memory are changed there.
         planned = sum(held[kind].host for kind in ("parameters", "gradients", "buffers"))
         assert abs(device.pinned_bytes - planned) < planned / 100
+    config = pinned(3, "nvme", nvme, "nvme", zstore={"step_overlap": "none", "host_budget_bytes": 40_000_000})
+    with FakeDevice() as device, start(config, make_net(width=400, layers=4), _streams=device) as engine:
+        engine.backward(engine(*batch(0, 0, 0)))
+        values = [gradient.values for gradient in engine.training_state.gradients.of.values()]
+        assert 0 < max(each.untyped_storage().nbytes() for each in values if each is not None) < 1 << 16
 
 
 def test_a_unit_moves_by_one_copy_each_way_into_one_allocation_and_without_a_thread() -> None:

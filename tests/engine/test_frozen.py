@@ -206,6 +206,6 @@ def test_an_engine_of_a_model_alone_saves_it(tmp_path: Path, caplog: pytest.LogC
 def test_batch_sizes_that_are_known_are_used(tmp_path: Path) -> None:
     sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}
     for given, found in (({}, (1, 1, 1)), (sizes, (12, 4, 3)), (sizes | {"train_batch_size": 9}, (4, 4, 1))):
-        with frozen(make_net(), config_of(tmp_path, "none", 0) | given) as engine:
+        with frozen(make_net(), config_of(tmp_path, "none", 0, zstore={"moments": "bf16"}) | given) as engine:
             batch = engine.training_state.accumulation.batch
             assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps) == found

@@ -41,6 +41,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
         self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.shift = nn.Parameter(torch.randn(24) * 0.1)
+        self.shift.record = "an attribute of the user"  # type: ignore[attr-defined]
         self.way = WAYS[way]
         self.kept = [list(self.parameters())]
         self.groups = [{"params": self.kept[0]}]
