@@ -277,9 +277,8 @@ class Gradient:
                 f"its module is used more often than in the previous step; {OTHER_MODES}"
             )
         is_known = step.order_is_agreed or not step.arrives_in_parts  # else it may be the first of several parts
-        if (
-            step.last and is_known and step.phase is BackwardPhase.RUNNING
-        ):  # after it, ranks may still agree that none has it
+        # Once the backward is over, ranks may still agree that none has it.
+        if step.last and is_known and step.phase is BackwardPhase.RUNNING:
             self.finish()
 
     def finish(self) -> None:
