@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,17 +15,7 @@ from zstore.io import user_path
 from zstore.weights.files import FileLayout, Lost, lost_text, plan_model
 from zstore.weights.from_checkpoint import DTYPES, Companions, frozen_weights, list_weights, write_weights
 
-from .options import (
-    DEFAULTS,
-    Common,
-    Dtype,
-    Location,
-    Tag,
-    open_location,
-    report_skipped,
-    reporting,
-    size_option,
-)
+from .options import DEFAULTS, Common, Dtype, Location, Tag, open_location, report_skipped, reporting, size_option
 from .printing import ProgressBar
 
 
@@ -48,9 +39,22 @@ def consolidate_command(
     Raises CheckpointError, naming the tensors and publishing nothing, for values that `dtype` cannot represent;
     CheckpointExistsError if `out` exists; CheckpointMismatchError if no weights remain.
     """
+    plan_files = partial(plan_model, max_file_bytes=max_shard_size)
+    return consolidate(ckpt, user_path(out), dtype, plan_files, tag, exclude_frozen, common)
+
+
+def consolidate(
+    ckpt: str,
+    target: Path,
+    dtype: str,
+    plan_files: Callable[..., list[FileLayout]],
+    tag: str | None,
+    exclude_frozen: bool,
+    common: Common,
+) -> int:
+    """Write the weights as `consolidate_command` does, to the files that `plan_files(weights, state=...)` returns."""
     if dtype not in DTYPES:  # typer checks only command-line values
         raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-    target = user_path(out)
     with open_location(ckpt, common, tag) as source:
         weights = list_weights(source, DTYPES[dtype])
         frozen = frozen_weights(source) if exclude_frozen else set()
@@ -60,7 +64,7 @@ def consolidate_command(
             raise CheckpointMismatchError(f"{source.location} has only frozen weights: omit --exclude-frozen")
         total_bytes = sum(source.arrays[weight.array].spec.nbytes for weight in weights)
         with reporting(f"consolidate {source.location}", common, source, total_bytes=total_bytes) as progress:
-            layouts = plan_model(weights, max_shard_size, source.record.state)
+            layouts = plan_files(weights, state=source.record.state)
             plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size_of(layouts)}, to {target}"
             progress.print_line(plan + _omitted_text(omitted, source.record))
             write_folder(source, target, layouts, dtype, Companions.of(source, with_parent=True), progress)

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +21,11 @@ from zstore.errors import CheckpointExistsError, ZstoreError
 from zstore.io import user_path
 from zstore.open.checkpoint import open_checkpoint
 from zstore.ranks.world import World
+from zstore.weights.files import plan_model
 from zstore.weights.from_checkpoint import frozen_weights
 
-from .consolidate import consolidate_command
-from .options import parse_size
+from .consolidate import consolidate
+from .options import DEFAULTS, parse_size
 
 _log = logging.getLogger("zstore")
 _ONE_FILE_BYTES = 2**62
@@ -81,7 +83,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     size = _ONE_FILE_BYTES if max_shard_size is None else parse_size(max_shard_size)
     world, target = World.current(), user_path(output_dir)
     rank_folder = target if world.world_size == 1 else target.with_name(f"{target.name}.rank-{world.rank}")
-    consolidate_command(checkpoint_dir, rank_folder, "fp32", size, tag=tag, exclude_frozen=exclude_frozen_parameters)
+    plan_files = partial(plan_model, max_file_bytes=size, uses_peft_names=False)  # DeepSpeed keeps the model's names
+    consolidate(checkpoint_dir, rank_folder, "fp32", plan_files, tag, exclude_frozen_parameters, DEFAULTS)
     if rank_folder != target:
         _publish(rank_folder, target)
 

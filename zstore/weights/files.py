@@ -88,11 +88,13 @@ class FileLayout:
         return len(self.header) + sum(weight.nbytes for weight in self.weights)
 
 
-def plan_model(weights: Iterable[Weight], max_file_bytes: int, state: Mapping[str, Any]) -> list[FileLayout]:
+def plan_model(
+    weights: Iterable[Weight], max_file_bytes: int, state: Mapping[str, Any], *, uses_peft_names: bool = True
+) -> list[FileLayout]:
     """Return the files as `plan_files` does, named as the source of the checkpoint was, or by PEFT if all are of a LoRA."""
     weights, stem = list(weights), state.get(STEM_KEY)
     stem = stem if stem in STEMS else STEM
-    if lora := _named_by_peft(weights):
+    if uses_peft_names and (lora := _named_by_peft(weights)):
         weights, stem = lora, ADAPTER_STEM
     return plan_files(weights, sys.maxsize if stem in STEMS_OF_ONE_FILE else max_file_bytes, stem)  # without an index
 
