@@ -187,7 +187,7 @@ def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: st
 
 
 def _dies_in_a_save(rank: int, folder: str) -> str:
-    reports.RESPONSE_TIMEOUT_S, checkpointing._END_WELL_S = 1.0, 0.5  # type: ignore[assignment]
+    reports.RESPONSE_TIMEOUT_S, checkpointing._GRACE_PERIOD_S = 1.0, 0.5  # type: ignore[assignment]
     held = GatedFiles("write_small", pattern="*manifest*")
     engine = start(make_config(1, zstore={"silent_rank_s": 2}), _files=held if rank == 1 else None)
     step(engine)

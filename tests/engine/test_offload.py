@@ -221,7 +221,7 @@ def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str
     with start(offloaded(folder) | keys, wide_net(), _files=files) as engine:
         train(engine, 2)
         hooks = engine.training_state.hooks
-        hooks.units.fetcher._late = True
+        hooks.units.fetcher._checks_later = True
         before = engine_digests(engine)
         if rank == 1:
             files.inject(Fault(kind="read", pattern="*parameter%2Fblocks.3.up*", first=first, error_number=errno.EIO))
@@ -230,7 +230,7 @@ def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str
         except (StorageError, RankError) as error:
             message = type(error).__name__
         files.heal()
-        torn, engine.training_state.update._partial = engine.training_state.update.torn, False  # the digests are wanted
+        torn, engine.training_state.update._is_inconsistent = engine.training_state.update.torn, False  # the digests are wanted
         after = engine_digests(engine)
     return message, torn, [name for name in after if after[name] != before[name]]
 
