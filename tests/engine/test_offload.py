@@ -220,7 +220,7 @@ def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str
     message = "no error"
     with start(offloaded(folder) | keys, wide_net(), _files=files) as engine:
         train(engine, 2)
-        hooks = engine.training_state.hooks
+        hooks, update = engine.training_state.hooks, engine.training_state.update
         hooks.units.fetcher._checks_later = True
         before = engine_digests(engine)
         if rank == 1:
@@ -230,7 +230,7 @@ def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str
         except (StorageError, RankError) as error:
             message = type(error).__name__
         files.heal()
-        torn, engine.training_state.update._is_inconsistent = engine.training_state.update.torn, False  # the digests are wanted
+        torn, update._is_inconsistent = update.torn, False  # the digests are wanted
         after = engine_digests(engine)
     return message, torn, [name for name in after if after[name] != before[name]]
 

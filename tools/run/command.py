@@ -96,7 +96,7 @@ class RunOptions:
     master_port: Annotated[
         int | None,
         typer.Option(
-            help="Port on the first machine. Default: 29500; a free one if single.", min=1, max=65535, metavar="PORT"
+            help="Rendezvous port. Default: 29500; any free one on a single machine.", min=1, max=65535, metavar="PORT"
         ),
     ] = None
     export: Annotated[list[str] | None, typer.Option(help=_EXPORT_HELP, metavar="NAME[=VALUE]")] = None
