@@ -186,7 +186,7 @@ async def open_checkpoint_async(
     location: UserPath, tag: str | float | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
     """Open a checkpoint as `open_checkpoint` does, without blocking the event loop: `async with await
-    zstore.open_checkpoint_async(path) as checkpoint`. Its arrays are read in the calling thread: use `asyncio.to_thread`."""
+    zstore.open_checkpoint_async(path) as checkpoint`. Reading an array blocks: use `asyncio.to_thread` for that."""
     text, options = None if tag is None else tag_text(tag), storage_options or {}
     return await open_source_async(user_location(location), text, options, partial(Checkpoint, storage_options=options))
 

@@ -158,7 +158,7 @@ class Store(Shards, AsyncClosing):
             _when_unpinned(partial(self._drop, name), saves)
 
     def get(self, name: str, *, rows: slice | None = None, out: Value | None = None) -> Ticket[Any]:
-        """Read an array, or `rows` of its first dimension (a slice without a step), as the kind of value that was put.
+        """Read an array, or `rows` of its first dimension (a slice without a step), as the type of array that was put.
 
         `out` is memory to read into: host memory, contiguous, with the shape of the rows and the array's data type. By
         default the result is in new memory, owned by the caller. Raises KeyError for an unknown name, UsageError if
@@ -257,8 +257,8 @@ class Store(Shards, AsyncClosing):
         return f"<Store of {len(self)} arrays in {self.options.run_path or 'memory'}>"
 
     def flush(self) -> Ticket[None]:
-        """Wait for all pending changes. If one failed, the ticket raises its error, only once, unless a later change of
-        the array succeeded."""
+        """Wait for all pending changes. If one failed, the ticket raises its error (once), unless a later change of the
+        array succeeded."""
         with self._lock:
             self._check_open()
             wait = partial(self._wait_for_changes, self.order.names(), self._loads.all())
