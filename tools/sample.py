@@ -55,7 +55,7 @@ BUILT_IN_MODELS = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention; query, key and value are one projection."""
+    """Causal self-attention; query, key and value come from one fused projection."""
 
     attend: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
 
@@ -138,10 +138,10 @@ class Gpt(nn.Module):
         self.config = config
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.hidden, config.vocab_size, bias=False)
-        self._initialise()
+        self._initialize()
         self.lm_head.weight = self.transformer.wte.weight
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         # Every residual branch adds variance, so projections into the residual stream start smaller.
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.transformer.named_parameters():
@@ -216,13 +216,13 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Create models without memory within this context."""
+    """Create models on the meta device within this context."""
     with torch.device("meta"), _SkipInit():
         yield
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skips random initialization of tensors without memory, for which torch would import its compiler."""
+    """Skips random initialization of meta tensors, for which torch would import its compiler."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -278,7 +278,7 @@ class Corpus:
                 stream.seek(start - begin)
                 pieces.append(stream.read(num_read))
             if len(pieces[-1]) != num_read:
-                raise ConfigError(f"{self.files[index]}: the file changed while the run read it")
+                raise ConfigError(f"{self.files[index]}: the file changed while it was being read")
             start += num_read
             num_bytes -= num_read
             index += 1

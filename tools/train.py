@@ -82,7 +82,7 @@ class TrainOptions:
         Path | None, typer.Option(help="Write one JSON object per step to this file.", metavar="FILE.jsonl")
     ] = None
     seed: Annotated[
-        int | None, typer.Option(help="Seed of weights and data order (default: the resumed run's, or 0).", metavar="N")
+        int | None, typer.Option(help="Seed for weights and data order (default: the resumed run's or 0).", metavar="N")
     ] = None
     seq_len: Annotated[
         int | None, typer.Option(help="Bytes per sample (default: the resumed run's, or 128).", min=2, metavar="N")
@@ -175,7 +175,7 @@ def _prepare(options: TrainOptions, config: Config) -> tuple[Source | None, Posi
 
 
 def _require_writable(location: str, storage_options: Mapping[str, Any]) -> None:
-    """Raise StorageError before training starts if a folder or URL cannot be written. A missing folder is not created."""
+    """Raise StorageError before training starts if a folder or URL cannot be written to. A missing folder is not created."""
     if is_url(location):
         require_uploads(location, storage_options)
         return
@@ -185,7 +185,7 @@ def _require_writable(location: str, storage_options: Mapping[str, Any]) -> None
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        message = "--save: the folder cannot be written; choose one that this user may write to"
+        message = "--save: the folder is not writable; choose one that this user can write to"
         raise storage_error(error, message, path=str(folder)) from error
 
 
@@ -258,7 +258,7 @@ class TrainLoop:
             self._report()
             stop = engine.stop_requested
             if self._is_save_due() or stop is not None:
-                self._print(f"step {engine.global_steps}: save stall {1000 * self._save():.1f} ms")
+                self._print(f"step {engine.global_steps}: the save stalled training for {1000 * self._save():.1f} ms")
             if stop is not None and engine.global_steps < options.steps:
                 engine.save_and_stop(None)
         engine.wait_for_checkpoint()
@@ -424,7 +424,7 @@ def start_position(
     for option, given, saved_value in (("--seed", seed, saved.seed), ("--seq-len", seq_len, saved.seq_len)):
         if given is not None and given != saved_value:
             raise CheckpointMismatchError(
-                f"{option} {given}: the checkpoint was trained with {saved_value}, and the order of its data depends on it; "
+                f"{option} {given}: the checkpoint's run used {saved_value}, and the order of its data depends on it; "
                 "omit the option to resume, or start a new run"
             )
     return saved
@@ -438,6 +438,6 @@ def require_empty_folder(save: str, *, storage_options: Mapping[str, Any] | None
         return
     if existing:
         raise CheckpointExistsError(
-            f"--save {save} has {existing[-1].tag} of another run, and this run would save under the same names: pass --resume "
-            f"auto to continue it, choose another folder, or remove them (`zstore prune {save}`)"
+            f"--save {save} already contains {existing[-1].tag} from another run; this run would save under the same names: "
+            f"pass --resume auto to continue it, choose another folder, or remove them (`zstore prune {save}`)"
         )

@@ -325,7 +325,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     access, record = _find_or_raise(param)
 
     def check() -> None:
-        if not access.gradients.having([record]):
+        if not access.gradients.with_gradient([record]):
             raise UsageError(
                 f"parameter {record.name!r} has no gradient to replace: set it between backward() and step()"
             )

@@ -64,34 +64,35 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 ) -> tuple[Engine, Any, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) to train `model` as the config says (all ranks).
 
-    The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. `auto` has the values of its
+    The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. `auto` gives the values for its
     "auto" keys and of missing batch sizes, by dotted key (`{"optimizer.params.lr": 1e-4}`) or nested as in a config; other
     keys are ignored. An "auto" key without a value is derived from the model (bucket sizes) or gets its default, with a log
     message.
 
-    The model is changed in place: moved to its device, cast to its type, and sharded at stage 3; all ranks get rank 0's
-    values. It must be complete: an open block of `zstore.Init` continues with other models. If another engine has the model,
-    that engine is closed, and its trained values are kept, without optimizer state. `optimizer` is an element-wise torch
-    optimizer over the model's parameters; the default is the config's. `lr_scheduler` is a scheduler, or a function that
-    creates one from the returned optimizer; the engine steps it. The returned loader or scheduler is None if there is none.
+    The model is changed in place: moved to its device, cast to its dtype, and sharded at stage 3; all ranks get rank 0's
+    values. It must be complete: a `zstore.Init` block that is still open applies only to models created later. If another
+    engine already holds the model, that engine is closed; its trained values are kept, but not its optimizer state.
+    `optimizer` is an element-wise torch optimizer over the model's parameters; the default is the config's. `lr_scheduler` is
+    a scheduler, or a function that creates one from the returned optimizer; the engine steps it. The returned loader or
+    scheduler is None if there is none.
 
     With `frozen` the engine is inference-only, for evaluation, generation, or a reference model. It has only the parameters,
-    in the type that they compute in, on the tier of `offload_param`; none requires gradients. Training settings are ignored,
-    and batch sizes may be missing. Optimizer and scheduler are None. An engine is also frozen, with a log message, if neither
-    the arguments nor the config have an optimizer or a scheduler.
+    in their compute dtype, on the tier of `offload_param`; none requires gradients. Training settings are ignored, and batch
+    sizes may be missing. Optimizer and scheduler are None. An engine is also frozen, with a log message, if neither the
+    arguments nor the config specify an optimizer or a scheduler.
 
     Raises ConfigError, UsageError, and RunFolderError for an `nvme_path` that cannot be used.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...): expected a torch.nn.Module, got {type(model).__name__}")
     if mpu is not None:
-        raise UsageError("initialize(mpu=...): there is no model parallelism; leave mpu out")
+        raise UsageError("initialize(mpu=...): model parallelism is not supported; omit mpu")
     if frozen and (optimizer is not None or lr_scheduler is not None):
-        raise UsageError("initialize(frozen=True) makes an inference-only engine: leave optimizer and lr_scheduler out")
+        raise UsageError("initialize(frozen=True) creates an inference-only engine: omit optimizer and lr_scheduler")
     require_shapes(model)
     compiler: Any = None
     if "_orig_mod" in model._modules and hasattr(model, "dynamo_ctx"):
-        # `torch.compile(model)`: without the wrapper parameters have the same names, compiled or not.
+        # `torch.compile(model)`: without the wrapper, parameters have the same names whether compiled or not.
         wrapper: Any = model
         model, compiler = wrapper._orig_mod, wrapper.dynamo_ctx
     show_messages()
@@ -102,14 +103,14 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     world = World.current()
     frozen = frozen or _has_no_optimizer(loaded, optimizer, lr_scheduler)
     native = agree_on_native_types(world)
-    steps_whole = optimizer is not None and rule_of(type(optimizer)).stepper is not None
+    needs_whole_tensors = optimizer is not None and rule_of(type(optimizer)).stepper is not None
     resolved = loaded.resolve(
         ResolveContext(
             world_size=world.world_size,
             hidden_size=hidden_size(model),
             native=native,
             client_optimizer=optimizer is not None,
-            optimizer_name=type(optimizer).__name__ if steps_whole else "",
+            optimizer_name=type(optimizer).__name__ if needs_whole_tensors else "",
             client_scheduler=lr_scheduler is not None,
             frozen=frozen,
             auto_values=auto_values,
@@ -154,13 +155,13 @@ def _close_engines_of(model: nn.Module, config: Config) -> None:
     parameters = set(model.parameters())
     for engine in engines:
         if not parameters.isdisjoint(records := engine.access.guard.records):
-            _log.warning("the model is in another engine, which is closed: its optimizer state is dropped")
+            _log.warning("the model belongs to another engine, which is being closed: its optimizer state is dropped")
             # The next engine takes over the store and closes it, so parameters outside the model must not be in it.
             engine.hand_back(config if parameters.issuperset(records) else None)
 
 
 def _log_choices(loaded: Config, resolved: Config) -> None:
-    """Log the config's notices, and gradient clipping by default."""
+    """Log the config's notices, and that gradient clipping is on by default."""
     for line in resolved.report():
         _log.warning("%s: %s", resolved.source, line)
     clips = resolved.gradient_clipping > 0 and not resolved.frozen
@@ -178,7 +179,7 @@ def _has_no_optimizer(config: Config, optimizer: Any, scheduler: Any) -> bool:
     if any(value is not None for value in given):
         return False
     warn_once(
-        "%s names no optimizer: the engine evaluates, loads and saves, and trains nothing; to train, add an "
+        "%s names no optimizer: the engine can evaluate, load and save, but not train; to train, add an "
         '"optimizer" section or pass optimizer=...',
         config.source,
     )

@@ -65,7 +65,7 @@ _log = logging.getLogger("zstore")
 
 _FOLDER = "zstore-uploads"
 _GRACE_PERIOD_S = 5.0
-"""Time for a save to end after a rank failed: it succeeds if all ranks have completed their parts."""
+"""Time allowed for a save to finish after a rank failed: it succeeds if all ranks have completed their parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class SaveOptions:
 
     folder: str
     tag: str | float | None = None
-    """None for `step-` and the step."""
+    """None: `step-<step>`."""
     state: ClientValues
     """The client's state."""
     metrics: Mapping[str, Any]
@@ -119,15 +119,15 @@ class Checkpoints:
             own_tag = self._tag(options.tag)
             require_saveable(self._training)
             unsharded = self.collect_unsharded(options.state, stepper_state, options.metrics)
-            unsharded.state.update({} if options.is_latest else {LATEST_KEY: False})
+            unsharded.record.update({} if options.is_latest else {LATEST_KEY: False})
             if options.excludes_frozen:
-                unsharded.state[ABSENT_KEY] = [record.name for record in self._excluded(options)]
+                unsharded.record[ABSENT_KEY] = [record.name for record in self._excluded(options)]
         location = str(options.folder) if is_url(str(options.folder)) else os.path.realpath(options.folder)
         agreed_tag, save_id, rank0_location = world.broadcast_object([own_tag, new_save_id(), location])
         with world.agreeing():
             if location != rank0_location:
                 raise UsageError(
-                    f"save_checkpoint: rank {world.rank} saves in {location}, rank 0 in {rank0_location}: pass a shared folder"
+                    f"save_checkpoint: rank {world.rank} saves to {location}, rank 0 to {rank0_location}: pass a shared folder"
                 )
         if own_tag != agreed_tag:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, own_tag, agreed_tag)
@@ -153,7 +153,7 @@ class Checkpoints:
         return handle
 
     def note_folder(self, folder: str) -> None:
-        """Set the folder of later checkpoints. Raises UsageError for a URL that no file system opens."""
+        """Set the folder of later checkpoints. Raises UsageError for a URL that no registered file system supports."""
         self.folder = self.folder or folder
         self._journal.set_save_folder(*self._destination(folder))
 
@@ -175,13 +175,13 @@ class Checkpoints:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
 
     def unique_tag(self, tag: str | float | None) -> str:
-        """Return a unique tag, for a save whose tag another run used."""
+        """Return a unique tag, for a save whose tag another run has already used."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
-    def collect_unsharded(self, state: ClientValues, kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> Unsharded:
+    def collect_unsharded(self, state: ClientValues, own: Mapping[str, Any], metrics: Mapping[str, Any]) -> Unsharded:
         """Return the record and copies of the tensors that rank 0 stores whole: buffers, parameters that were added later,
-        and the tensors of the client and of `kept`."""
-        marked, tensors = split_tensors({**as_mapping(state), **kept})
+        and the tensors of the client and of `own`, the engine's state."""
+        marked, tensors = split_tensors({**as_mapping(state), **own})
         known = (record.parameter for record in self._training.state.records)
         tensors |= {
             name: host_values(tensor.detach().to("cpu", copy=True))
@@ -248,7 +248,7 @@ class Checkpoints:
         before_commit = companion_files(training.model, training.config)
         pins: dict[str, PinnedShard] = {}
         try:
-            state.transfers.synchronize()  # the save's threads read memory of the device
+            state.transfers.synchronize()  # the save's threads read device memory
             for record in records:
                 pins |= training.update.tickets.pin(record, state.array_names[record])
             return SaveRequest(
@@ -265,7 +265,7 @@ class Checkpoints:
                 pieces=pieces,
                 small=unsharded.arrays,
                 rank_state=rng_state(),
-                record=unsharded.state,
+                record=unsharded.record,
                 run_id=training.run_id,
                 known=self._known,
                 disk_folder=store.options.run_path,
@@ -361,7 +361,7 @@ class Checkpoints:
 class Unsharded:
     """The record of a save, and the arrays that rank 0 stores whole (empty on other ranks)."""
 
-    state: dict[str, Any]
+    record: dict[str, Any]
     specs: dict[str, ArraySpec]
     arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]
 
@@ -369,7 +369,7 @@ class Unsharded:
 def _give_up_later(running: list[SaveHandle]) -> None:
     for handle in running[:]:
         if not start_threads(1, partial(_give_up, handle), "zstore-give-up"):
-            handle.cancel()  # the interpreter is ending: no thread can wait
+            handle.cancel()  # the interpreter is shutting down: no thread can be started
 
 
 def _give_up(handle: SaveHandle) -> None:
@@ -386,6 +386,6 @@ def require_saveable(training: Training) -> None:
         )
     if training.loader is not None and not training.accumulation.is_new:
         raise UsageError(
-            "save_checkpoint within a step: the loader of initialize() has passed the step's micro-batches, which a resume "
-            "would skip; save between two steps"
+            "save_checkpoint within a step: the loader from initialize() has already consumed some of the step's micro-"
+            "batches, which a resumed run would skip; save between two steps"
         )

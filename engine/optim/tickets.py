@@ -2,14 +2,14 @@
 
 [Note: an update in the backward]
 The update processes the parameters in the order in which their gradients are expected, each once its gradient is final. It
-starts nothing more when the backward is over: `step()` updates the others, or starts their update in the background.
+starts no further updates once the backward is over: `step()` updates the remaining ones, or starts that in the background.
 
-A read of a parameter after its update has started would give other bits than in the other modes. So it is an error: a
-node of the graph that saved the parameter finds another version counter, and `ReadGuard` detects a module that is called
-again, for recomputation in the backward or in a forward before `step()`.
+A read of a parameter after its update has started would yield different bits from those in the other modes. So it is an
+error: a node of the graph that saved the parameter sees that its version counter has changed, and `ReadGuard` detects a
+module that is called again, for recomputation in the backward or in a forward before `step()`.
 
-A gradient is freed when its update takes it. Gradients of offloaded state wait in host memory if the budget holds them,
-and never block the backward; of other gradients no more than a few units' are pending: then the backward waits.
+A gradient is freed when its update takes it. Gradients of offloaded state wait in host memory if the budget allows, and
+never block the backward; for other gradients, at most a few units' worth may be pending; beyond that the backward waits.
 The changes are final: an abandoned update does not undo them.
 """
 
@@ -39,11 +39,11 @@ from ..zero.hooks import ModuleHook
 from .state import OptimizerState
 
 TORN = "a previous step or load failed partway, so the state is inconsistent; load a checkpoint before continuing"
-"""An error's message. See [Note: which state is consistent]."""
+"""Error message. See [Note: which state is consistent]."""
 
 
 class TicketState(Enum):
-    """How far the update of one parameter is."""
+    """How far the update of one parameter has progressed."""
 
     EXPECTED = "expected"
     """Its gradient is not final: the backward may still read the parameter, and nothing waits for its update."""
@@ -66,7 +66,7 @@ class UpdateTicket:
     pending_bytes: int = 0
     """Bytes of the final gradient that the update frees when it takes it; 0 once it has."""
     last_read: Event = None
-    """The device's last read of the parameter, recorded when its gradient was final."""
+    """The device's last read of the parameter, recorded when its gradient became final."""
     unit_number: int = 0
     """Number of its unit, in the order in which the units' gradients were handed over."""
     pins: list[DeferredPin] = field(default_factory=list)
@@ -82,42 +82,42 @@ class Tickets:
     """The tickets of the running update, through which its thread, the backward's, readers and saves wait for each other."""
 
     def __init__(self, state: OptimizerState) -> None:
-        self.of: dict[ParameterRecord, UpdateTicket] = {}
+        self.by_record: dict[ParameterRecord, UpdateTicket] = {}
         """Tickets by record; records without rows on this rank have one in the backward only."""
         self.error: BaseException | None = None
         """The error that ended the last update early."""
         self._state = state
         self._changed = threading.Condition()
         self._is_open = False
-        """Whether a backward is running that may bring further gradients."""
+        """Whether a backward is running that may produce further gradients."""
         self._awaited: UpdateTicket | None = None
-        """The ticket for whose gradient the update's thread waits."""
+        """The ticket whose gradient the update thread is waiting for."""
         self._pending_bytes, self._max_pending_bytes = 0, math.inf
         """Bytes of final gradients that wait for the update, and their maximum; unlimited if no update runs."""
         self._num_units = 0
         """Units whose gradients have been handed over."""
 
     def begin(self, records: Iterable[ParameterRecord], max_pending_bytes: float, *, in_backward: bool) -> None:
-        """Begin an update of `records`: in the background, or in a backward, with a limit on pending gradients."""
+        """Begin an update of `records`: in the background, or during a backward, with a limit on pending gradients."""
         state = TicketState.EXPECTED if in_backward else TicketState.RUNNING
         with self._changed:
-            self.of.clear()
-            self.of.update((r, UpdateTicket(r, state)) for r in records if in_backward or r.owned_numel)
+            self.by_record.clear()
+            self.by_record.update((r, UpdateTicket(r, state)) for r in records if in_backward or r.owned_numel)
             self._is_open, self._pending_bytes, self._max_pending_bytes = in_backward, 0, max_pending_bytes
             self._num_units = 0
 
     def forget(self) -> None:
         """Forget an update that has ended, and its error."""
         with self._changed:
-            self.of.clear()
+            self.by_record.clear()
             self.error = None
 
     def put(self, pending_bytes: Mapping[ParameterRecord, int], num_unchecked: int, last_read: Event) -> None:
-        """Hand over the final gradients of a unit, with the bytes that the update of each frees, and wait for room."""
+        """Hand over the final gradients of a unit and the number of bytes that each one's update frees, and wait for room."""
         with self._changed:
             self._num_units += 1
             for record, nbytes in pending_bytes.items():
-                ticket = self.of.setdefault(record, UpdateTicket(record, TicketState.EXPECTED))
+                ticket = self.by_record.setdefault(record, UpdateTicket(record, TicketState.EXPECTED))
                 ticket.state, ticket.num_unchecked, ticket.unit_number = (
                     TicketState.FINAL,
                     num_unchecked,
@@ -134,7 +134,7 @@ class Tickets:
         return starved or self._pending_bytes <= self._max_pending_bytes
 
     def close(self) -> None:
-        """Mark the backward as over: the update's thread starts no further record."""
+        """Mark the backward as over: the update thread starts no further updates."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
@@ -143,7 +143,7 @@ class Tickets:
         """Return the ticket of a record whose update may start; with `wait`, wait until its gradient is final. Return None
         if it is not final, or the backward is over."""
         with self._changed:
-            ticket = self.of[record]
+            ticket = self.by_record[record]
             if wait:
                 self._awaited = ticket
                 self._changed.notify_all()
@@ -159,20 +159,20 @@ class Tickets:
 
     def last_read(self, records: Iterable[ParameterRecord]) -> Event:
         """Return the device's last read of any of `records`."""
-        return max((self.of[record] for record in records), key=lambda ticket: ticket.unit_number).last_read
+        return max((self.by_record[record] for record in records), key=lambda ticket: ticket.unit_number).last_read
 
     def mark_taken(self, records: Iterable[ParameterRecord]) -> None:
         """Mark gradients as taken by the update."""
         with self._changed:
             for record in records:
-                self._pending_bytes -= self.of[record].pending_bytes
-                self.of[record].pending_bytes = 0
+                self._pending_bytes -= self.by_record[record].pending_bytes
+                self.by_record[record].pending_bytes = 0
             self._changed.notify_all()
 
-    def done(self, record: ParameterRecord) -> None:
-        """Mark a parameter's new state as its current one."""
+    def mark_done(self, record: ParameterRecord) -> None:
+        """Mark a parameter's new state as the current one."""
         with self._changed:
-            ticket = self.of[record]
+            ticket = self.by_record[record]
             if ticket.pins:
                 self._state.transfers.synchronize()
             while ticket.pins:
@@ -185,24 +185,24 @@ class Tickets:
         with self._changed:
             # Under the lock, together with the error: nothing is pinned from now on.
             self.error, self._max_pending_bytes = error, math.inf
-            started = [ticket for ticket in self.of.values() if ticket.has_started]
+            started = [ticket for ticket in self.by_record.values() if ticket.has_started]
             for ticket in started:
                 ticket.state = TicketState.DONE
             if forget:
-                self.of.clear()
+                self.by_record.clear()
             self._changed.notify_all()
         for pin in (pin for ticket in started for pin in ticket.pins):
             pin.resolve(self._state.store, error)
 
     def wait_for(self, records: Iterable[ParameterRecord], wait: bool = True) -> bool:
-        """Return whether no update of `records` is running; with `wait`, wait for that. Raises an error of the update.
+        """Return whether no update of `records` is running; if `wait`, wait until none is. Raises the update's error.
 
         A record whose update may start later does not count: until then the backward may read the parameter.
         """
-        if not self.of and self.error is None:
+        if not self.by_record and self.error is None:
             return True
         with self._changed:
-            tickets = (self.of.get(record) for record in records)
+            tickets = (self.by_record.get(record) for record in records)
             running = [ticket for ticket in tickets if ticket is not None and ticket.state is TicketState.RUNNING]
             if wait:
                 self._changed.wait_for(lambda: all(ticket.state is TicketState.DONE for ticket in running))
@@ -217,7 +217,7 @@ class Tickets:
         with self._changed:
             if self.error is not None:
                 raise UsageError(TORN) from self.error
-            ticket = self.of.get(record)
+            ticket = self.by_record.get(record)
             if ticket is None or ticket.state is TicketState.DONE:
                 return dict(store.snapshot(names).pins)
             deferred = {name: DeferredPin(store, name) for name in names}
@@ -226,7 +226,7 @@ class Tickets:
 
 
 class ReadGuard:
-    """Raises if a module is called whose parameters an update in the backward may have changed."""
+    """Raises if a module is called after an update in the backward may have changed its parameters."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class ReadGuard:
         self._tickets = tickets
         """Returns the tickets of an update in the backward that `step()` has not completed."""
         self.recomputes = False
-        """Whether a module ran without gradients in the last forward (reentrant checkpointing: gradients in parts)."""
+        """Whether a module ran without gradients in the last forward (reentrant checkpointing: gradients arrive in parts)."""
         self.handles = [model.register_forward_pre_hook(ModuleHook(self._before_model), prepend=True)]
         record_of = {record.parameter: record for record in records}
         for name, module in model.named_modules():
@@ -256,7 +256,7 @@ class ReadGuard:
         final = (tickets[r].state is not TicketState.EXPECTED for r in records if r in tickets) if tickets else ()
         if any(final):
             raise UsageError(
-                f"module {name!r} is called after the backward updated some of its parameters, and before step(): with "
+                f"module {name!r} was called after the backward updated some of its parameters, and before step(): with "
                 '"step_overlap": "backward" a forward between backward() and step(), and a recomputation after the '
                 f"parameter's last gradient, would see updated values; {OTHER_MODES}"
             )
@@ -282,7 +282,7 @@ class DeferredPin:
     def resolve(self, store: Store, error: BaseException | None) -> None:
         """Pin the current version, or store the error that prevented it (called by the update)."""
         with self._lock:
-            if self._pin.done():  # it was released before
+            if self._pin.done():  # already released
                 return
             try:
                 if error is not None:

@@ -112,7 +112,7 @@ class Update:
         """Plan of the update whose state is prefetched."""
         if fetcher is not None:
             fetcher.ready = self.tickets.wait_for
-        tickets = lambda: self.tickets.of if self.is_in_backward else {}  # noqa: E731
+        tickets = lambda: self.tickets.by_record if self.is_in_backward else {}  # noqa: E731
         self.guard = ReadGuard(model, state.scalars, tickets) if self.runs_in_backward else None
 
     @property
@@ -146,7 +146,7 @@ class Update:
     def split_by_mode(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
         """Return the records with a gradient that are updated in `step()`, and those in the background: the same on all
         ranks, regardless of what a backward has updated."""
-        records = self._gradients.having(self.state.scalars)
+        records = self._gradients.with_gradient(self.state.scalars)
 
         def divide() -> tuple[list[ParameterRecord], list[ParameterRecord]]:
             # Packed arrays first: adjacent ones are transferred in one request.
@@ -159,7 +159,7 @@ class Update:
 
     def _not_started(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
         """Return the `records` that no backward has updated."""
-        return [r for r in records if (ticket := self.tickets.of.get(r)) is None or not ticket.has_started]
+        return [r for r in records if (ticket := self.tickets.by_record.get(r)) is None or not ticket.has_started]
 
     def read_ahead(self) -> None:
         """Start prefetching the state of the first records from disk, unless a backward has already updated some."""
@@ -190,7 +190,7 @@ class Update:
                     '"step_overlap": "backward" the update runs in the backward: set it before engine.backward(), or '
                     + OTHER_MODES
                 )
-        updated = [ticket.record for ticket in self.tickets.of.values() if ticket.has_started]
+        updated = [ticket.record for ticket in self.tickets.by_record.values() if ticket.has_started]
         remaining = self._not_started(records)
         # The caller may have read parameters since their last read in the backward.
         changes = Changes(self.state, remaining, settings, self._gradients.take)
@@ -234,7 +234,7 @@ class Update:
         error = None
         try:
             with context():
-                changes.run(admit=self._admit if in_backward else None, done=self.tickets.done)
+                changes.run(admit=self._admit if in_backward else None, done=self.tickets.mark_done)
         except BaseException as raised:
             raised.add_note(f"This happened in the update of step {changes.settings.step}, which was applied in part.")
             error = raised
@@ -321,7 +321,7 @@ class Update:
             record.version += 1
         last_read = self.state.transfers.streams.record()  # a later read is an error
         num_unchecked = 0 if self._fetcher is None else len(self._fetcher.unchecked)
-        values = {record: self._gradients.of[record].values for record in records}  # None: on disk
+        values = {record: self._gradients.by_record[record].values for record in records}  # None: on disk
         stays = self._gradients.rules.to_host
         pending = {r: 0 if rows is None or r in stays else rows.nbytes for r, rows in values.items()}
         self.tickets.put(pending, num_unchecked, last_read)
@@ -339,7 +339,7 @@ class Update:
             return ticket is not None
         if self._fetcher is not None:  # raises if the gradient was computed from values that could not be read
             self._fetcher.check_first(ticket.num_unchecked)
-        squares = self._gradients.of[record].squares(self._gradients.of.values())
+        squares = self._gradients.by_record[record].squares(self._gradients.by_record.values())
         if squares is not None and not math.isfinite(squares):  # `step()` detects that in the norm, on every rank
             self.tickets.mark_taken([record])
             return False
@@ -359,7 +359,7 @@ class Update:
         was_inconsistent, self._is_inconsistent = self._is_inconsistent, True  # also if this is interrupted
         self.end_backward()
         self.join()
-        has_changed = in_step or any(ticket.has_started for ticket in self.tickets.of.values())
+        has_changed = in_step or any(ticket.has_started for ticket in self.tickets.by_record.values())
         # Another rank may have changed parameters that this one had not reached by the end of the backward.
         has_changed = has_changed or self._gradients.has_sent
         self.tickets.forget()

@@ -1,20 +1,21 @@
-"""The place of every byte of training state, decided once from sizes and settings. Pure functions: no tensors, no I/O.
+"""The placement of every byte of training state, decided once from sizes and settings. Pure functions: no tensors, no I/O.
 
 [Note: placement]
 The device stores arrays that are not offloaded, and `1 - ratio` of the optimizer state's elements. The others:
 - "cpu" is host memory and "nvme" the disk, but shards under 64 KiB are always in host memory, since a disk request would
   cost more; gradients are in host memory until the update.
 - Under a host budget "nvme" means: in memory as far as the budget allows, else on disk. First come buffers and arrays that
-  can be nowhere else, then those that save the most traffic per byte, in whole parameters: a byte of 16-bit parameters
-  saves two reads (forward, backward) and a write (update), a byte of gradients or optimizer state a read and a write, and
-  a byte of a frozen parameter two reads. Padding on disk breaks ties, which are spread over the model. A step visits all
-  of them cyclically, so an LRU cache would never hit; a fixed part in memory always does.
+  can be nowhere else, then those that save the most traffic per byte, one whole parameter at a time: a byte of 16-bit
+  parameters saves two reads (forward, backward) and a write (update), a byte of gradients or optimizer state a read and a
+  write, and a byte of a frozen parameter two reads. Padding on disk breaks ties; the remaining ones are spread
+  over the model. A step visits all of them cyclically, so an LRU cache would never hit; a fixed part in memory always does.
 - In step mode `backward` gradients are stored in host memory if everything else fits in the budget too; otherwise each is
   used as it arrives.
 - Taking the densest first, and skipping those that do not fit, makes traffic monotone in the budget: an array that fits
-  only in the larger budget is worth more than all that the smaller one can still take, which are smaller and no denser.
+  only in the larger budget is worth more than everything that the smaller one can still take, which is smaller and no
+  denser.
 
-A trained fp32 parameter is its own master, unless it stays on the device and its optimizer state does not.
+A trained fp32 parameter is its own master copy, unless it stays on the device and its optimizer state does not.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _HOST_ALIGN_BYTES = 64
 """Granularity of the host tier's allocations."""
 _FIELDS: tuple[Field, ...] = ("parameter", "gradient", "state")
 HEADROOM_PERCENT = 10
-"""Percentage of a memory that is left for the process, fragmentation, and estimation errors."""
+"""Percentage of a memory tier that is left free for the process, fragmentation, and estimation errors."""
 
 
 def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
-    """Return the places of all state. See [Note: placement].
+    """Return the placement of all state. See [Note: placement].
 
     `needs` has all parameters by name, in order; `units` has the names of each unit's parameters, in execution order.
     Raises BudgetError if the budget is too small for the arrays that must be in host memory.
@@ -103,7 +104,7 @@ def _plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Sequenc
 
 
 def without_headroom(nbytes: int) -> int:
-    """Return the bytes of a memory that a plan may use."""
+    """Return how many of a memory tier's `nbytes` a plan may use."""
     return nbytes * (100 - HEADROOM_PERCENT) // 100
 
 
@@ -130,7 +131,7 @@ class _Array:
     nbytes: int
     layout: ShardLayout
     field: Field = "state"
-    """Selects its drives: a parameter with a separate master has drives of its own."""
+    """Selects its drives: a parameter with a separate master has its own drives."""
     reads: int = 1
     """Number of reads per step."""
     writes: int = 1
@@ -182,15 +183,15 @@ def _arrays_of(settings: PlacementSettings, need: Need, place: Places) -> list[_
 
 
 def _slots(need: Need, place: Places) -> Iterator[_Array]:
-    """Yield the arrays of the optimizer's slots, whose partitioning and type may differ from the parameter's."""
+    """Yield the arrays of the optimizer's slots, whose partitioning and dtype may differ from the parameter's."""
     slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
     reduced_names = reduced_slots([slot.name for slot in slots if slot.shape is None]) if need.moments == "bf16" else ()
     for slot in slots:
-        # State of another shape is split by rows across the same ranks.
+        # State of a different shape is split by rows across the same ranks.
         grid = need.grid if slot.shape is None else make_grid(stored_shape(slot.shape), need.state_ranks)
         dtype = "bfloat16" if slot.shape is None and slot.name in reduced_names else FP32
         nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
-        # As in the store, individual arrays may be small.
+        # As in the store, individual arrays may be below the small-shard threshold.
         tier = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
         yield _Array(kind=slot.name, tier=tier, nbytes=nbytes, layout=_layout_of(grid, need.shard, dtype))
 
@@ -229,7 +230,7 @@ def _device_resident(needs: Mapping[str, Need], settings: PlacementSettings) -> 
     """Return the parameters whose state stays on the device although the optimizer is offloaded.
 
     These are at most `1 - ratio` of the elements, and enough that no other parameter would fit. The first parameters are
-    chosen, since their gradients come last in a backward, with no computation left to hide a transfer.
+    chosen, since their gradients come last in the backward pass, with no computation left to hide a transfer.
     """
     if settings.optimizer == "none" or settings.ratio == 1:
         return set()
@@ -251,7 +252,7 @@ class _Saving:
     field: Field
     memory_bytes: int
     density: float
-    """Bytes of disk traffic saved per step and byte of memory."""
+    """Bytes of disk traffic saved per step and per byte of memory."""
 
 
 def _choices(
@@ -336,10 +337,10 @@ def _required_bytes(arrays_by_parameter: Sequence[Sequence[_Array]], settings: P
     other_bytes = sufficient - settings.buffer_bytes
     while buffer_bytes_for is not None and (needed := other_bytes + buffer_bytes_for(sufficient)) > sufficient:
         sufficient = needed  # buffers are a share of the budget, and grow with it
-    parts = ", ".join(f"{nbytes} of {kind}" for kind, nbytes in required.items() if nbytes)
+    parts = ", ".join(f"{nbytes} bytes of {kind}" for kind, nbytes in required.items() if nbytes)
     advice = ', or change `device` from "cpu" to "nvme" in offload_optimizer or offload_param for what does not fit'
     raise BudgetError(
         f"the host budget gives this rank {settings.budget_bytes} bytes, but {required.total()} must be in host memory "
-        f"({parts}): raise `host_budget_bytes` (to at least {sufficient} per rank of the machine)"
+        f"({parts}): raise `host_budget_bytes` (to at least {sufficient} bytes per rank on this machine)"
         + (advice if "cpu" in (settings.optimizer, settings.parameters) else "")
     )

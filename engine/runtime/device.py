@@ -258,7 +258,7 @@ class Transfers:
             link = "device_to_host" if self.streams.is_host(copy.values) else "host_to_device"
             started = time.perf_counter()
             copy.wait()
-            self._links.stalled(link, "begun earlier", time.perf_counter() - started)
+            self._links.add_stall(link, "begun earlier", time.perf_counter() - started)
         return copy.wait()
 
 

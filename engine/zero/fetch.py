@@ -9,9 +9,10 @@ send    starts the collectives, in the same order on every rank: only the main t
 finish  waits until `full` of every record is filled.
 
 Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part
-nevertheless, so no other rank waits for it; all ranks raise, as they do if they gather different units. While an order is
-recorded the header is received before anything else is sent, since collectives of different sizes would end the process. On
-CUDA headers are copied to the host in the background, and checked when the iteration ends, or before an update in the backward.
+nevertheless, so no other rank waits for it; all ranks raise, as they do if they gather different units. While the execution
+order is being recorded, a header is received before anything else is sent: collectives of mismatched sizes would abort the
+process. On CUDA, headers are copied to the host in the background, and checked at the end of the iteration, or before an update
+in the backward.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .collectives import Bucket, Exchanges, PendingGather, Replica, Rows, bucket
 
 _NOTE = "The parameters of unit {!r} could not be read."
 _DIRECT_NUMEL = 512 * 1024
-"""Parameters with fewer elements are gathered together; a larger one goes straight to its place."""
+"""Parameters with fewer elements are gathered together; a larger one is gathered straight into its buffer."""
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class Fetch:
     replica: Replica | None = None
     """Replica to gather from, over its ranks; None: gather the shards of all ranks."""
     rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict, repr=False)
-    """1-D memory for the rows from the store, with padding."""
+    """1-D buffers for the rows from the store, with padding."""
     start: Event = None
     """The memory may be written after this event."""
     uncopied: list[ParameterRecord] = field(default_factory=list)
@@ -73,12 +74,12 @@ class Fetch:
     headers_copy: Copy | None = None
     """Their copy to the host, if they are checked later."""
     error: BaseException | None = None
-    """The error of reading this rank's rows."""
+    """The error raised while reading this rank's rows."""
     gathers: list[PendingGather] = field(default_factory=list)
 
 
 class RowGather(PendingGather):
-    """An all-gather of a bucket's rows; if a parameter fills the bucket alone, directly into its memory."""
+    """An all-gather of a bucket's rows; if the bucket is one whole parameter, directly into its buffer."""
 
     def __init__(self, world: World, bucket: Bucket, rows: Rows) -> None:
         first = bucket.segments[0]
@@ -117,7 +118,7 @@ class Fetcher:
         self._gathers = exchanges.gathers
         self._limit_numel = limit_numel
         self._workers: Workers | None = None
-        """The thread that reads from disk in `_context`; started at its first use."""
+        """The thread that reads from disk in `_context`; started on first use."""
         self._context = transfers.streams.stream_context()
         self._uncopied: deque[Fetch] = deque()
         """Fetches with rows in host memory that may wait for the last step's update before they are copied."""
@@ -127,14 +128,14 @@ class Fetcher:
         self._diverged = False
         """Whether ranks have gathered different units, so that pending collectives may never complete."""
         self.ready: Callable[[Sequence[ParameterRecord], bool], bool] = lambda records, wait: True
-        """Returns whether the last step has updated these records' rows; with the flag, waits for that (any thread)."""
+        """Returns whether the last step has updated these records' rows; if the flag is set, waits for it (any thread)."""
         self.last_copy: Copy | None = None
-        """The last copy to the device, which the host has not waited for."""
+        """The last copy to the device that the host has not waited for."""
         self.read_bytes = 0
         """Bytes of rows read since the start."""
 
     def read(self, fetch: Fetch, *, ahead: bool) -> None:
-        """Start reading the rows of the fetch's records, which have no memory: `ahead` of their use, or on demand."""
+        """Start reading the rows of the fetch's records, which have no memory allocated yet: `ahead` of use, or on demand."""
         if self.replica is not None and self.replica.has(fetch.records):
             fetch.replica = self.replica
             return
@@ -187,7 +188,7 @@ class Fetcher:
         return True
 
     def _read_disk(self, fetch: Fetch, records: Sequence[ParameterRecord], *, ahead: bool) -> None:
-        """Read rows from disk (in the reading thread)."""
+        """Read rows from disk (in the reader thread)."""
         if fetch.cancelled:
             return
         rows = [(record.stored_array or "", fetch.rows[record][: record.owned_numel]) for record in records]
@@ -211,21 +212,21 @@ class Fetcher:
                 if self._transfers.link(source, target) is not None:
                     pending_copies.append((target, source))
                 else:
-                    # One memcpy, without torch's threads, which the computation uses. A numpy array over the target would
+                    # One memcpy, without torch's threads, which the computation uses. A numpy view of the target would
                     # make its storage impossible to resize.
                     ctypes.memmove(target.data_ptr(), tile.views[0].ctypes.data, target.nbytes)
                 self.read_bytes += target.nbytes
                 if pending_copies and tile.ends_buffer:
                     began = time.perf_counter()
                     self._transfers.begin_all(*map(list, zip(*pending_copies, strict=True)), after=fetch.start).wait()
-                    self._store.links.busy("host_to_device", time.perf_counter() - began)
+                    self._store.links.add_busy("host_to_device", time.perf_counter() - began)
                     pending_copies.clear()
                 if fetch.cancelled:
                     break
 
     def _wait_for(self, fetch: Fetch) -> None:
-        """Wait for the rows from the store (for those in host memory only the device waits), or until nothing writes to
-        their memory if the fetch is cancelled. An error is stored in `fetch.error`."""
+        """Wait for the rows from the store (for those in host memory only the device waits), or, if the fetch is
+        cancelled, until nothing writes to their buffers. An error is stored in `fetch.error`."""
         if not fetch.rows:
             return
         with self._world.links.waiting("parameter_read", "not read yet"):
@@ -320,24 +321,24 @@ class Fetcher:
         if any(unit != fetch.number for unit in units):
             self._diverged = True
             raise UsageError(
-                f"rank {world.global_rank(world.rank)} needs unit {fetch.name!r} (number {fetch.number}), while the ranks need "
+                f"rank {world.global_rank(world.rank)} needs unit {fetch.name!r} (number {fetch.number}), but the ranks need "
                 f"units {units}: every rank must run the same modules in the same order where parameters are sharded; no rank "
-                "may skip a module depending on its data"
+                "may skip a module based on its data"
             )
         if fetch.error is not None:
             raise fetch.error
         failed = [world.global_rank(rank) for rank, (_, has_failed) in enumerate(headers) if has_failed]
         if failed:
             raise RankError(
-                f"rank {', '.join(map(str, failed))} of {world.num_ranks} failed to read the parameters of unit "
-                f"{fetch.name!r}; rank {world.global_rank(world.rank)} stops with it",
+                f"rank(s) {', '.join(map(str, failed))} of {world.num_ranks} failed to read the parameters of unit "
+                f"{fetch.name!r}; rank {world.global_rank(world.rank)} is stopping too",
                 dict.fromkeys(failed, f"reading the parameters of unit {fetch.name!r} failed"),
             )
         fetch.header = None
 
-    def check_first(self, number: int) -> None:
-        """Check the headers of the first `number` finished fetches of this iteration. Safe to call from any thread."""
-        for fetch in self.unchecked[:number]:
+    def check_first(self, count: int) -> None:
+        """Check the headers of the first `count` finished fetches of this iteration. Safe to call from any thread."""
+        for fetch in self.unchecked[:count]:
             self._check(fetch)
 
     def check_all(self) -> None:
@@ -362,7 +363,7 @@ class Fetcher:
         return True
 
     def close(self) -> None:
-        """End the reading thread after its pending requests, and destroy the replica's process groups."""
+        """Stop the reader thread once its pending requests are done, and destroy the replica's process groups."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None

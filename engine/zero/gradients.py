@@ -3,19 +3,19 @@
 The engine holds them; a training loop's view of them in `.grad` is in [Note: gradients between backward and step].
 
 [Note: when gradients are reduced]
-A stage is data: `GradientRules.each_backward`. Without it (stages 0 and 1, and most runs on one rank) whole gradients
-accumulate and are reduced once a step. If they accumulate in the parameter's type autograd does it: the held gradient goes
-back to `.grad` for the next backward. If the type is another one (see [Note: types of gradients]), each gradient is added
-to the held one as soon as it is complete, so that few at a time exist in the parameters' type.
+The stage enters only through `GradientRules.each_backward`. If it is false (stages 0 and 1, and most runs on one rank), whole
+gradients accumulate and are reduced once per step. Autograd accumulates them if they have the parameter's dtype: the current
+sum goes back to `.grad` for the next backward. In a different dtype (see [Note: types of gradients]), each gradient is added
+to the sum as soon as it is complete, so that few at a time exist in the parameters' dtype.
 
-With it (stages 2 and 3) a unit's gradients are reduced asynchronously as soon as the last of them has arrived, in one order
+If it is true (stages 2 and 3), a unit's gradients are reduced asynchronously once the last of them has arrived, in one order
 of units on every rank, on a separate process group: a rank whose unit is late holds up no other collective. A unit waits for
 the parameters that had a gradient on any rank in the previous backward; others are agreed on and reduced at the end. The
-order is the reverse of the modules' at first, then the one that rank 0 saw in the first backward. Each reduced row is added
-to the row held so far, in the type of [Note: types of gradients]. Without other ranks, a gradient is its own rows.
+order is the reverse of the modules' at first, then the one that rank 0 saw in the first backward. Reduced rows are added to
+the current sums, in the dtype of [Note: types of gradients]. On a single rank, its rows are the whole gradient.
 
 A gradient is complete once it has arrived as often as in the previous backward (recomputing a shared module may split it),
-and final if that is the last backward of its step. Before any backward gradients are final at the end.
+and final if that is the last backward of its step. In the first backward, gradients become final only at its end.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .norm import sums_of_squares
 from .sharded_gradient import GradientOwner, ShardedGradient
 from .spill import GradientSpill
 
-_NAMED = 5
-"""Parameters that an error names."""
+_MAX_NAMES = 5
+"""The most parameters that an error message names."""
 
 
 class Gradients:
@@ -48,7 +48,7 @@ class Gradients:
     trained. `arrived` is called with each record whose gradient arrived and was taken.
 
     The engine calls, in this order: for each micro-batch start_backward, end_backward, expose (or drop, if the backward
-    failed); then for the update reduce, having, take, drop.
+    failed); then for the update reduce, with_gradient, take, drop.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Gradients:
         records = [record for unit in units for record in unit.owned if record.group is not None]
         dtypes = {record.dtype for record in records}
         self.step = GradientStep(rules, transfers, spill, dtypes=dtypes, world_size=world.world_size)
-        self.of = {record: Gradient(record, self.step) for record in records}
+        self.by_record = {record: Gradient(record, self.step) for record in records}
         """The gradients by parameter."""
-        self._arrivals = Arrivals(units, self.of, self.step)
+        self._arrivals = Arrivals(units, self.by_record, self.step)
         self._others = others
         self._world = world
         self.rules = rules
@@ -77,13 +77,13 @@ class Gradients:
         """Reductions that overlapped with other work of this rank."""
         self.sums: dict[ParameterRecord, Sequence[float]] | None = None
         """Sums of squares of each shard, over all ranks, once computed in this step."""
-        self.exposed = ExposedGradients(self.of, self.step)
+        self.exposed = ExposedGradients(self.by_record, self.step)
         self._watches: list[Callable[[], object]] = []
         if rules.each_backward:
             self._watch()
 
     def _watch(self) -> None:
-        self._watches = [watch_gradient(record, self._arrived) for record in self.of]
+        self._watches = [watch_gradient(record, self._arrived) for record in self.by_record]
 
     @property
     def expected(self) -> list[ParameterRecord]:
@@ -93,7 +93,7 @@ class Gradients:
     @cached_property
     def largest_unit_bytes(self) -> int:
         """Bytes of this rank's gradient rows of the largest unit."""
-        nbytes = {r: r.owned_numel * self.rules.types.planned(r.dtype).itemsize for r in self.of}
+        nbytes = {r: r.owned_numel * self.rules.types.planned(r.dtype).itemsize for r in self.by_record}
         return max((sum(nbytes[gradient.record] for gradient in unit) for unit in self._arrivals.units), default=0)
 
     @property
@@ -102,13 +102,13 @@ class Gradients:
         return self._world.world_size > 1 and self._arrivals.num_sent > 0
 
     def start_backward(self, *, last: bool) -> None:
-        """Prepare for a backward, the `last` of its step or not."""
+        """Prepare for a backward; `last` says whether it is the last of its step."""
         self.exposed.hide()
         step = self.step
         step.start_backward(last=last)
         self._arrivals.start()
         if not self.rules.each_backward:
-            for record, gradient in self.of.items():
+            for record, gradient in self.by_record.items():
                 values, dtype = gradient.values, step.step_dtypes[record.dtype]
                 gradient.is_taken = dtype != record.dtype or (values is not None and values.dtype != dtype)
                 record.parameter.grad = None if gradient.is_taken else values
@@ -116,10 +116,10 @@ class Gradients:
                     self._watch()
 
     def _arrived(self, record: ParameterRecord) -> None:
-        gradient = self.of[record]
+        gradient = self.by_record[record]
         if self.step.phase is not BackwardPhase.RUNNING and self.rules.each_backward:
             raise UsageError(
-                "a backward that the engine does not know of: call the engine and not its module, or engine.backward(loss)"
+                "a backward was started without the engine: call the engine instead of its module, or use engine.backward(loss)"
             )
         if self.step.phase is not BackwardPhase.RUNNING or not gradient.is_taken:
             return
@@ -143,7 +143,7 @@ class Gradients:
         step, reductions = self.step, self._reductions if self.rules.each_backward else None
         step.drain()
         step.phase = BackwardPhase.CLOSING
-        gradients = list(self.of.values())
+        gradients = list(self.by_record.values())
         flags = [flag for g in gradients for flag in (g.num_arrivals > 0, g.record.parameter.grad is not None)]
         if reductions is not None:
             for unit in self._arrivals.ready(remaining=True):
@@ -169,7 +169,7 @@ class Gradients:
             other.grad = None
         step.phase = step.after_backward
         if step.last and self.rules.each_backward:
-            # This backward added nothing to the rows of the others.
+            # The remaining gradients received nothing in this backward.
             for gradient in gradients:
                 if gradient.is_agreed and gradient.state is not GradientState.FINAL:
                     gradient.finish()
@@ -182,21 +182,21 @@ class Gradients:
 
         def put(bucket: Bucket, mean: torch.Tensor) -> None:
             for segment, rows, part in rows_in(bucket, mean):
-                self.of[segment.record].put(rows, part, adds=adds[segment.record])
+                self.by_record[segment.record].put(rows, part, adds=adds[segment.record])
             self.step.send()
 
         with labelled("reduce"):
             for bucket in reductions.start(values, put):
                 for segment in bucket.segments:
-                    self.of[segment.record].segments_left += 1
+                    self.by_record[segment.record].segments_left += 1
                 self.overlapped += self.rules.overlap and self.rules.scatter
 
     def expose(self, *, whole: bool) -> None:
-        """Put the gradients of the step into `.grad`; without `whole`, none of them equals a plain loop's (all ranks). See
-        [Note: gradients between backward and step]."""
+        """Put the gradients of the step into `.grad`; if not `whole`, not as a plain loop would have
+        them (all ranks). See [Note: gradients between backward and step]."""
         # An optimizer that averages some of them itself needs each rank's local ones.
-        is_cut = self.rules.each_backward or (self._world.world_size > 1 and self.rules.scatter)
-        whole = whole and self.step.averaged is None and not is_cut
+        is_partial = self.rules.each_backward or (self._world.world_size > 1 and self.rules.scatter)
+        whole = whole and self.step.averaged is None and not is_partial
         if whole and self.step.last:
             self.reduce()
         self.exposed.expose(whole=whole and self.step.is_whole)
@@ -204,58 +204,58 @@ class Gradients:
     def reduce(self) -> None:
         """Average the gradients that are not averaged yet, and agree on which parameters have one (all ranks)."""
         if self.rules.each_backward:
-            lost = None if self.step.spill is None else self.step.spill.finish()
+            error = None if self.step.spill is None else self.step.spill.finish()
             if self.rules.spills:
-                self._world.raise_together(lost)
+                self._world.raise_together(error)
             return
         self.exposed.adopt()
         if self._reductions is None or self.step.phase is BackwardPhase.AVERAGED:
             return
         self.step.phase = BackwardPhase.AVERAGED
-        gradients = list(self.of.values())
+        gradients = list(self.by_record.values())
         agreed = agree_any(self._world, [gradient.is_agreed for gradient in gradients])
-        for gradient, has_any_rank in zip(gradients, agreed, strict=True):
-            if has_any_rank and not gradient.is_agreed:  # only other ranks have it
+        for gradient, any_rank_has_it in zip(gradients, agreed, strict=True):
+            if any_rank_has_it and not gradient.is_agreed:  # only other ranks have it
                 gradient.set_full(self._zeros(gradient.record))
-        averaged = self.of if self.step.averaged is None else self.step.averaged()
-        held = {r: g.values.view(-1) for r, g in self.of.items() if g.values is not None and r in averaged}
-        self.overlapped += self._reductions.replace(held, scatter=self.rules.scatter)
+        averaged = self.by_record if self.step.averaged is None else self.step.averaged()
+        local = {r: g.values.view(-1) for r, g in self.by_record.items() if g.values is not None and r in averaged}
+        self.overlapped += self._reductions.replace(local, scatter=self.rules.scatter)
 
     def _zeros(self, record: ParameterRecord) -> torch.Tensor:
         return torch.zeros(record.shape, dtype=self.step.step_dtypes[record.dtype], device=record.full.device)
 
     def mean(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return the mean over ranks of the step's gradient so far, 1-D [numel], a copy; None if no rank has any. For gradients
-        that are reduced once a step (all ranks)."""
+        """Return a copy of the mean over ranks of the step's current gradient, 1-D [numel]; None if no rank has any. For
+        gradients that are reduced once per step (all ranks)."""
         self.exposed.adopt()
-        held = self.of[record].values
+        local = self.by_record[record].values
         if self._reductions is None or self.step.phase is BackwardPhase.AVERAGED:
-            return None if held is None else held.reshape(-1).clone()
-        if not agree_any(self._world, [held is not None])[0]:
+            return None if local is None else local.reshape(-1).clone()
+        if not agree_any(self._world, [local is not None])[0]:
             return None
-        found = self._zeros(record).view(-1) if held is None else held.reshape(-1).clone()
-        self._reductions.replace({record: found}, scatter=False)
-        return found
+        average = self._zeros(record).view(-1) if local is None else local.reshape(-1).clone()
+        self._reductions.replace({record: average}, scatter=False)
+        return average
 
-    def having(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
+    def with_gradient(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
         """Return the `records` that had a gradient on any rank in this step."""
-        return [one for one in records if (gradient := self.of.get(one)) is not None and gradient.is_agreed]
+        return [r for r in records if (gradient := self.by_record.get(r)) is not None and gradient.is_agreed]
 
     def require(self, records: Sequence[ParameterRecord], step: int, changed: str) -> None:
-        """Raise UsageError, on every rank, naming the `records` that no rank's loss reached in a step, and what was
+        """Raise UsageError, on every rank, if no rank's loss reached some of the `records`; it names them and what was
         `changed`."""
-        used = set(self.having(records))
+        used = set(self.with_gradient(records))
         unused = [record.name for record in records if record not in used]
         if unused:
             raise UsageError(
-                f"step {step}: on no rank was there a gradient for {listed([repr(name) for name in unused], _NAMED)}; "
+                f"step {step}: no rank has a gradient for {listed([repr(name) for name in unused], _MAX_NAMES)}; "
                 f"{changed}. Use them in the loss, freeze them with requires_grad_(False) before initialize(), or set "
                 "zero_optimization.ignore_unused_parameters to true"
             )
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return this rank's rows, 1-D, of the averaged gradient; None if there are none in memory."""
-        return self.of[record].owned() if self.having([record]) else None
+        return self.by_record[record].owned() if self.with_gradient([record]) else None
 
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
         """Use `full`, 1-D [numel], the same on every rank, as the averaged gradient of a parameter that has one (all ranks).
@@ -264,16 +264,16 @@ class Gradients:
         """
         if not self.step.last:
             raise UsageError(
-                f"the gradient of parameter {record.name!r} is set before the last backward of the step: set it after that "
-                "one, before step()"
+                f"the gradient of parameter {record.name!r} was set before the last backward of the step: set it after "
+                "that one and before step()"
             )
         if not self.rules.each_backward:
             self.reduce()
-        self.of[record].replace(full)
+        self.by_record[record].replace(full)
 
     def take(self, records: Iterable[ParameterRecord]) -> list[torch.Tensor | None]:
-        """Return `owned` of each, for the update, which may change it; the caller keeps it alive."""
-        return [self.of[record].take() for record in records]
+        """Return `owned` of every record, for the update, which may change it; the caller keeps it alive."""
+        return [self.by_record[record].take() for record in records]
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -284,22 +284,22 @@ class Gradients:
         self.exposed.clipped.clear()
         if self._reductions is not None:
             self._reductions.drop()
-        for record, gradient in self.of.items():
+        for record, gradient in self.by_record.items():
             record.parameter.grad = None
             gradient.drop()
         if step.spill is not None:
             step.spill.drop()
 
     def free(self) -> None:
-        """Forget all gradients, and free the memory kept for the next ones."""
+        """Forget all gradients, and free the buffers reserved for the next ones."""
         self.drop()
-        for gradient in self.of.values():
+        for gradient in self.by_record.values():
             gradient.values = None
 
     def held_bytes(self) -> int:
         """Return the bytes of gradients held now."""
-        held = [gradient.values for gradient in self.of.values()]  # an update in the backward takes rows concurrently
-        return sum(values.nbytes for values in held if values is not None)
+        current = [g.values for g in self.by_record.values()]  # an update in the backward takes rows concurrently
+        return sum(values.nbytes for values in current if values is not None)
 
     def close(self) -> None:
         """Remove the hooks from the parameters, forget all gradients, and end threads and process groups."""
@@ -329,7 +329,7 @@ class ExposedGradients:
         self._placeholders: dict[ParameterRecord, ShardedGradient] = {}
 
     def expose(self, *, whole: bool) -> None:
-        """Put the gradients into `.grad`: the tensors themselves if they are `whole` and of the parameter's type."""
+        """Put the gradients into `.grad`: the tensors themselves if they are `whole` and of the parameter's dtype."""
         for record, gradient in self._of.items():
             if gradient.is_agreed:
                 values = gradient.values
@@ -370,8 +370,9 @@ class ExposedGradients:
             if isinstance(exposed, ShardedGradient) or not self._step.is_whole:
                 raise UsageError(
                     f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
-                    "gradient is not whole on this rank, and the step would not notice. Multiply .grad in place by a number, "
-                    "change the loss, or forget all with engine.zero_grad(); with requires_grad=False there is no gradient"
+                    "gradient is not whole on this rank, and the step would ignore the change. Multiply .grad in place by a "
+                    "number, change the loss, or discard all gradients with engine.zero_grad(); to exclude a parameter, set "
+                    "requires_grad=False"
                 )
             gradient.drop()
             if (values := take_gradient(record)) is not None:
@@ -379,8 +380,8 @@ class ExposedGradients:
                 self._expose(gradient, values)
 
     def clip(self, factor: float) -> None:
-        """Multiply the whole fp32 gradients by `factor` in place, as a plain loop does. Others are clipped in the update, with
-        the bits of one product in fp32; their `.grad` is a placeholder from now on."""
+        """Multiply the whole fp32 gradients by `factor` in place, as a plain loop does. Others are clipped in the update, by
+        a single fp32 multiplication; their `.grad` is a placeholder from now on."""
         exposed = {record: gradient.exposed for record, gradient in self._of.items()}
         whole = {
             r: values for r, values in exposed.items() if values is not None and not isinstance(values, ShardedGradient)
@@ -394,25 +395,25 @@ class ExposedGradients:
 
 
 def sums_over_ranks(gradients: Gradients, world: World, *, sharded: bool) -> dict[ParameterRecord, Sequence[float]]:
-    """Return the sum of squares of each shard, in rank order, of the averaged gradients, as they are scaled, if the optimizer's
-    state is `sharded` or not (all ranks)."""
-    agreed = {record: gradient for record, gradient in gradients.of.items() if gradient.is_agreed}
+    """Return the sum of squares of each shard, in rank order, of the averaged gradients before unscaling; `sharded`:
+    whether the optimizer's state is (all ranks)."""
+    agreed = {record: gradient for record, gradient in gradients.by_record.items() if gradient.is_agreed}
     if not agreed:
         return {}
-    cut: list[Sequence[float | torch.Tensor]] = []
+    per_record: list[Sequence[float | torch.Tensor]] = []
     for record, gradient in agreed.items():
-        known = gradient.squares(gradients.of.values())
+        known = gradient.squares(gradients.by_record.values())
         rows = gradient.owned() if known is None else None
         if rows is None:
-            cut.append([known or 0.0])
+            per_record.append([known or 0.0])
         else:
             whole = sharded or world.world_size == 1  # splitting takes as long as the norm
-            cut.append([rows] if whole else torch.split(rows, max(record.grid.shard_numel, 1)))
-    sums = iter(sums_of_squares([one for shards in cut for one in shards if isinstance(one, torch.Tensor)]))
-    found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]
+            per_record.append([rows] if whole else torch.split(rows, max(record.grid.shard_numel, 1)))
+    sums = iter(sums_of_squares([part for shards in per_record for part in shards if isinstance(part, torch.Tensor)]))
+    squares = [[next(sums) if isinstance(part, torch.Tensor) else part for part in shards] for shards in per_record]
     if sharded:  # else every rank has all rows
-        mine = on_device([shards[0] for shards in found], torch.float64, world.device)
-        everyone = torch.empty(world.world_size * len(agreed), dtype=torch.float64, device=world.device)
-        world.all_gather(everyone, mine, kind="control")
-        found = everyone.view(world.world_size, -1).t().tolist()
-    return dict(zip(agreed, found, strict=True))
+        own = on_device([shards[0] for shards in squares], torch.float64, world.device)
+        gathered = torch.empty(world.world_size * len(agreed), dtype=torch.float64, device=world.device)
+        world.all_gather(gathered, own, kind="control")
+        squares = gathered.view(world.world_size, -1).t().tolist()
+    return dict(zip(agreed, squares, strict=True))

@@ -83,12 +83,12 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
 
     for words, message in (
         (["--resume", f"{save}@best"], "'best'"),
-        (["--resume", "auto", "--seed", 5], "--seed 5: the checkpoint was trained with 0"),
-        (["--resume", "auto", "--seq-len", 16], "--seq-len 16: the checkpoint was trained with 32"),
+        (["--resume", "auto", "--seed", 5], "--seed 5: the checkpoint's run used 0"),
+        (["--resume", "auto", "--seq-len", 16], "--seq-len 16: the checkpoint's run used 32"),
         (["--resume", "auto", "--model", "gpt-small"], "is of another model or optimizer"),
-        (["--save", "/proc/ckpt"], "--save: the folder cannot be written; choose one that this user may write to"),
-        (["--save", text], "--save: the folder cannot be written"),
-        (["--save", "/proc/ckpt", "--nproc", 2], "--save: the folder cannot be written"),
+        (["--save", "/proc/ckpt"], "--save: the folder is not writable; choose one that this user can write to"),
+        (["--save", text], "--save: the folder is not writable"),
+        (["--save", "/proc/ckpt", "--nproc", 2], "--save: the folder is not writable"),
     ):
         code, err = train("--steps", 2, "--data", text, "--save", save, *words)
         assert code == 1

@@ -130,14 +130,14 @@ def test_a_failed_rank_ends_others(nvme: Path, stage: int, world_size: int, wher
             # The rank that is gone cannot say where it was; this one says where it waited.
             unit = "backward, unit '[a-z0-9.]+'"
             at = unit if where != "step" else f"(step|{unit})" if mode == "backward" else "step"
-            assert re.search(rf"; rank {rank} stops with it, in {at}, collective [a-z_]+\n", found["text"])
+            assert re.search(rf"; rank {rank} is stopping too, in {at}, collective [a-z_]+\n", found["text"])
             continue
         if where == "read":
-            assert "rank 1 of 2 failed in step; rank 0 stops with it" in found["text"]
+            assert "rank 1 of 2 failed in step; rank 0 is stopping too" in found["text"]
             assert "Input/output error" in found["text"]
             continue
         at = "step" if where == "reduce" else f"{where}, unit 'blocks.1'" if stage == 3 else where
-        assert f"(rank 1 in {at}: ValueError: what only this rank sees); rank {rank} stops with it" in found["text"]
+        assert f"(rank 1 in {at}: ValueError: what only this rank sees); rank {rank} is stopping too" in found["text"]
 
 
 LOOP = """
@@ -203,7 +203,7 @@ def _dies_in_a_save(rank: int, folder: str) -> str:
 
 def test_nobody_waits_for_the_manifest_of_a_dead_rank(tmp_path: Path) -> None:
     text, _ = run_ranks(_dies_in_a_save, 2, str(tmp_path), may_die=(1,))
-    assert "rank 0 stops with it, in save" in text
+    assert "rank 0 is stopping too, in save" in text
     assert list(tags(tmp_path)) == []
 
 

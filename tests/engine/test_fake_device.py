@@ -171,7 +171,7 @@ def test_a_unit_moves_by_one_copy_each_way_into_one_allocation_and_without_a_thr
         num_gradients = device.copies - units.on_demand - units.gathered_ahead
         num_units = len(engine.training_state.hooks.units.all)  # type: ignore[union-attr]
         repr(list(engine.training_state.hooks.units.values))  # type: ignore[union-attr]  # freed memory is not read
-        values = [gradient.values for gradient in engine.training_state.gradients.of.values()]
+        values = [gradient.values for gradient in engine.training_state.gradients.by_record.values()]
         allocations = {each.untyped_storage().data_ptr() for each in values if each is not None}
     assert 0 < len(allocations) == num_gradients <= num_units
     assert not any(thread.name.startswith("zstore-prefetch") for thread in threading.enumerate())

@@ -168,7 +168,7 @@ def test_what_the_engine_cannot_see_or_do_is_an_error() -> None:
         loss = engine(*batch(0, 0, 0))
         with zstore.gather(engine.module), pytest.raises(UsageError, match=r"loss.backward\(\), .* end the block"):
             loss.backward()
-    with start(overlapping) as engine, pytest.raises(UsageError, match="call the engine and not its module"):
+    with start(overlapping) as engine, pytest.raises(UsageError, match="call the engine instead of its module"):
         engine.module(*batch(0, 0, 0)).backward()
 
 

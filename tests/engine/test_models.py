@@ -381,7 +381,7 @@ def test_unused_parameters_are_an_error_on_every_rank_where_the_config_says_so()
     for found in (strictly(0, 1, 0), *(found for ranks in run_ranks(_strictly, 2) for found in ranks)):
         assert len(found) == 1
         assert found[0].startswith(
-            "frozen False: step 1: on no rank was there a gradient for 'never.weight', 'never.bias'; no parameter and no "
+            "frozen False: step 1: no rank has a gradient for 'never.weight', 'never.bias'; no parameter and no "
             "optimizer state was changed"
         )
         assert "set zero_optimization.ignore_unused_parameters to true" in found[0]

@@ -209,7 +209,7 @@ def test_an_error_of_the_drive_fails_every_rank(nvme: Path, world_size: int, ste
     assert "Input/output error" in messages[bad] or "EIO" in messages[bad]
     assert "unit 'blocks.2'" in messages[bad]
     if world_size == 2:
-        assert "rank 1 of 2 failed to read the parameters of unit 'blocks.2'" in messages[0]
+        assert "rank(s) 1 of 2 failed to read the parameters of unit 'blocks.2'" in messages[0]
 
 
 def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str, bool, list[str]]:

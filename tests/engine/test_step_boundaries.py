@@ -270,7 +270,7 @@ def test_a_save_within_a_step_has_the_state_of_the_last_step(world_size: int, tm
     with engine:
         engine.backward(engine(next(iter(loader))[0]).mean())
         engine.step()
-        with pytest.raises(UsageError, match=r"the loader of initialize\(\) has passed the step's micro-batches"):
+        with pytest.raises(UsageError, match=r"the loader from initialize\(\) has already consumed some"):
             engine.save_checkpoint(str(tmp_path / "x"))
 
 

@@ -275,7 +275,7 @@ def _fails(rank: int, folder: str) -> tuple[bool, bool]:
                 if where == "embed" and engine.world_size == 1:  # with more ranks, what was sent counts
                     with update.tickets._changed:
                         assert update.tickets._changed.wait_for(
-                            lambda: any(ticket.has_started for ticket in update.tickets.of.values()), timeout=200
+                            lambda: any(ticket.has_started for ticket in update.tickets.by_record.values()), timeout=200
                         )
                 raise ValueError("in the middle")
 
@@ -310,7 +310,7 @@ def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> 
         with pytest.raises(UsageError, match="a second backward before step"):
             engine.backward(loss * 2)
         for call in (engine, engine.module, lambda ids: engine.module.blocks[0](torch.ones(1, WIDTH).bfloat16())):
-            with pytest.raises(UsageError, match=r"is called after the backward updated some of its parameters"):
+            with pytest.raises(UsageError, match=r"was called after the backward updated some of its parameters"):
                 call(*data(1))
         with pytest.raises(UsageError, match="between backward"):
             engine.get_full_parameter("start")
@@ -358,7 +358,7 @@ def test_what_reads_a_parameter_after_its_update_is_an_error(offloaded: bool, nv
             vars(model).update(change)
             loss = engine(x.clone())
             with pytest.raises(
-                (RuntimeError, UsageError), match=r"modified by an inplace|is called after the backward"
+                (RuntimeError, UsageError), match=r"modified by an inplace|was called after the backward"
             ) as caught:
                 engine.backward(loss)
             # The update may not have begun with anything yet.
@@ -395,7 +395,7 @@ def test_backward_waits_for_no_update_if_memory_holds_gradients(monkeypatch: pyt
         files.close_gate()
         engine.backward(engine(*data(1)))  # its update goes no further than the gate
         files.arrived(1)
-        assert TicketState.FINAL in [ticket.state for ticket in training.update.tickets.of.values()]
+        assert TicketState.FINAL in [ticket.state for ticket in training.update.tickets.by_record.values()]
         files.open_gate()
         engine.step()
         assert state_of(engine) == expected(2)
@@ -406,8 +406,8 @@ def test_the_rest_is_updated_in_the_forwards_order(threshold: int, monkeypatch: 
     admit, done = Update._admit, dict[str, UpdatePhase]()
     monkeypatch.setattr(Update, "_admit", lambda self, one, wait: "blocks.1" in one.name and admit(self, one, wait))
     with start(config("backward", nvme, threshold=threshold), make_model()) as engine:
-        updater, note = engine.training_state.update, engine.training_state.update.tickets.done
-        updater.tickets.done = lambda one: (done.update({one.name: updater.phase}), note(one))  # type: ignore[method-assign, assignment, func-returns-value]
+        updater, note = engine.training_state.update, engine.training_state.update.tickets.mark_done
+        updater.tickets.mark_done = lambda one: (done.update({one.name: updater.phase}), note(one))  # type: ignore[method-assign, assignment, func-returns-value]
         step(engine)
         updater.wait()
         trained = [one.name for one in engine.training_state.trained if "unused" not in one.name]

@@ -268,7 +268,7 @@ def test_what_is_begun_here_may_be_waited_for_elsewhere(clock: Clock) -> None:
     links.begin("prefetch", 7)
     with links.waiting("prefetch", "late"):
         clock.now += 0.5
-    links.busy("prefetch", 4.0)
+    links.add_busy("prefetch", 4.0)
     links.begin("other", 1)
     found = links.statistics()
     assert found["prefetch"] == LinkStatistics(operations=1, bytes=7, busy_s=4.0, stall_s={"late": 0.5})

@@ -144,7 +144,7 @@ def test_a_store_in_a_forked_child_says_so_at_once_and_cannot_be_pickled(on_disk
         assert torch.equal(store.get("w").wait(), VALUES)
         ticket = store.put("w", VALUES)
         told = in_child(ticket.wait)
-        assert told.startswith("UsageError: the operation is one of a store that was opened by the process")
+        assert told.startswith("UsageError: the operation belongs to a store that was opened by the process")
         with pytest.raises(UsageError, match="belongs to the process that opened it and cannot be pickled"):
             pickle.dumps(store)
 

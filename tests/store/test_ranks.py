@@ -223,7 +223,7 @@ def test_outcomes_of_reports(reports: dict[int, RankReport], waited_s: float, ou
 )
 def test_the_error_names_the_rank_that_failed_and_why(reports: dict[int, RankReport], said: str) -> None:
     error = explain(reports, 2, 0, "step, unit 'blocks.1', collective all_gather")
-    assert "rank 0 stops with it, in step, unit 'blocks.1', collective all_gather" in str(error)
+    assert "rank 0 is stopping too, in step, unit 'blocks.1', collective all_gather" in str(error)
     with pytest.raises(type(error), match=said):
         raise error
 

@@ -1,4 +1,4 @@
-"""The tiers: the contract that all keep, and what each adds to it."""
+"""The tiers: the contract that all of them satisfy, and what each adds to it."""
 
 import errno
 import os
@@ -50,7 +50,7 @@ class MemoryContract(TierContract):
             assert same_bits(bench.read_published(local, name), bench.values(local, 1))
         assert same_bits(bench.read(local), bench.values(local, 2))
 
-    def test_a_pin_is_published_on_any_grid_whose_shard_lies_inside(self, bench: TierBench) -> None:
+    def test_a_pin_can_be_published_on_any_grid_whose_shards_lie_within_it(self, bench: TierBench) -> None:
         local = bench.create((1000, 130))
         bench.fill(local, bench.values(local))
         pin = bench.tier.pin(local.spec.name)
@@ -84,7 +84,7 @@ class TestDeviceTier(MemoryContract):
     def make_tier(self, res: IoResources, folder: Path) -> Tier:
         return DeviceTier("cpu")
 
-    def test_adopted_memory_stays_the_caller_s(self, bench: TierBench) -> None:
+    def test_adopted_memory_still_belongs_to_the_caller(self, bench: TierBench) -> None:
         memory = torch.arange(40.0, requires_grad=True)
         spec = ArraySpec(name="model/x", shape=(10, 4), dtype="float32")
         local = LocalShard(spec, make_grid((10, 4), 1), 0)
@@ -139,7 +139,7 @@ class TestDiskTier(TierContract):
         bench.fill(local, bench.values(local, seed))
         return local
 
-    def test_a_publish_is_a_link_and_writes_no_bytes(self, bench: TierBench) -> None:
+    def test_publishing_creates_a_link_and_writes_no_bytes(self, bench: TierBench) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
         self.written(bench)
@@ -153,7 +153,7 @@ class TestDiskTier(TierContract):
         assert published.stat().st_ino == source.stat().st_ino
         assert published.stat().st_nlink == 2
 
-    def test_without_a_pin_a_change_stays_in_its_file(self, bench: TierBench) -> None:
+    def test_an_unpinned_shard_is_changed_in_place(self, bench: TierBench) -> None:
         local = self.filled(bench)
         (before,) = self.shard_files(bench)
         self.written(bench)
@@ -161,7 +161,7 @@ class TestDiskTier(TierContract):
         assert {path.name for path in self.written(bench)} == {before}
         assert self.shard_files(bench) == [before]
 
-    def test_a_superseded_published_file_loses_its_name_here(self, bench: TierBench) -> None:
+    def test_a_superseded_published_file_is_unlinked_from_the_tier(self, bench: TierBench) -> None:
         local = self.filled(bench)
         (before,) = self.shard_files(bench)
         pin = bench.tier.pin(local.spec.name)
@@ -172,7 +172,7 @@ class TestDiskTier(TierContract):
         assert before not in self.shard_files(bench)
         assert (bench.folder / "published").stat().st_nlink == 1
 
-    def test_a_superseded_unpublished_file_is_the_next_version(self, bench: TierBench) -> None:
+    def test_a_superseded_unpublished_file_is_reused_for_the_next_version(self, bench: TierBench) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
         bench.update(local, bench.values(local, 2))
@@ -187,7 +187,7 @@ class TestDiskTier(TierContract):
         assert same_bits(bench.read(local), bench.values(local, 3))
 
     @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
-    def test_where_links_are_not_to_be_had_the_pinned_version_is_copied(self, bench: TierBench, number: int) -> None:
+    def test_where_links_are_unavailable_the_pinned_version_is_copied(self, bench: TierBench, number: int) -> None:
         local = self.filled(bench)
         bench.files.inject(Fault(kind="link", times=None, error_number=number))
         pin = bench.tier.pin(local.spec.name)
@@ -205,7 +205,7 @@ class TestDiskTier(TierContract):
         pin = bench.tier.pin(local.spec.name)
         bench.publish(pin, "one")
         (bench.folder / "one").chmod(0o444)
-        # root may write everywhere, so say what a user would be told.
+        # root can write anywhere, so simulate the error that an ordinary user would get.
         original = bench.files._open
 
         def denied(path: str, flags: int) -> int:
@@ -229,7 +229,7 @@ class TestDiskTier(TierContract):
                 pin.publish(bench.res, bench.folder / "x", grid, shard, Priority.CHECKPOINT)
         pin.release()
 
-    def test_a_damaged_pinned_file_is_found_when_copied(self, bench: TierBench) -> None:
+    def test_a_damaged_pinned_file_is_detected_when_copied(self, bench: TierBench) -> None:
         local = self.filled(bench)
         bench.files.inject(Fault(kind="link", times=None, error_number=errno.EXDEV))
         pin = bench.tier.pin(local.spec.name)
@@ -257,17 +257,17 @@ class TestDiskTier(TierContract):
         first = next(tiles)
         assert same_bits(first.views[0], values[: first.stop])
         payload = first.views[0]
-        behind = np.lib.stride_tricks.as_strided(payload[-1:], (2,), (4,))[1:].view(np.uint32)
+        stored_crc = np.lib.stride_tricks.as_strided(payload[-1:], (2,), (4,))[1:].view(np.uint32)
         payload[:] = 5
-        assert behind[0] != crc32c(payload.tobytes())
+        assert stored_crc[0] != crc32c(payload.tobytes())
         second = next(tiles)
-        assert behind[0] == crc32c(payload.tobytes())
+        assert stored_crc[0] == crc32c(payload.tobytes())
         assert same_bits(second.views[0], values[second.first : second.stop])
         with pytest.raises(CorruptionError, match="chunk 2 of"):
             next(tiles)
         bench.expect_all_buffers_back()
 
-    def test_a_lost_write_is_found(self, bench: TierBench) -> None:
+    def test_a_lost_write_is_detected(self, bench: TierBench) -> None:
         local = self.filled(bench)
         bench.files.inject(Fault(kind="write", first=1, lost=True))
         bench.update(local, bench.values(local, 2))
@@ -275,7 +275,7 @@ class TestDiskTier(TierContract):
             bench.read(local)
 
     @pytest.mark.parametrize("name", ["model/a b/ü.x", "model/" + "long." * 100 + "x", "model/..", "model/a%2Fb"])
-    def test_any_name_has_a_file(self, bench: TierBench, name: str) -> None:
+    def test_any_array_name_maps_to_a_file(self, bench: TierBench, name: str) -> None:
         spec = ArraySpec(name=name, shape=(50,), dtype="int8")
         local = LocalShard(spec, make_grid((50,), 1), 0)
         bench.tier.create(local)
@@ -285,8 +285,8 @@ class TestDiskTier(TierContract):
         assert len(self.shard_files(bench)) == 1
 
     @pytest.mark.timeout(60)
-    def test_a_pinned_shard_is_changed_by_one_who_has_every_other_buffer(self, bench: TierBench) -> None:
-        """The next version's file is made without a buffer of the pool."""
+    def test_a_pinned_shard_can_be_changed_while_every_other_buffer_is_taken(self, bench: TierBench) -> None:
+        """The next version's file is created without a buffer from the pool."""
         local = self.filled(bench)
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
         pin = bench.tier.pin(local.spec.name)
@@ -296,7 +296,7 @@ class TestDiskTier(TierContract):
         pin.release()
         assert same_bits(bench.read(local), bench.values(local, 2))
 
-    def test_reads_of_a_pinned_shard_during_a_change_see_the_former_version(self, bench: TierBench) -> None:
+    def test_reads_of_a_pinned_shard_during_a_change_see_the_previous_version(self, bench: TierBench) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
         for part, view in bench.visit(local.spec.name, Mode.UPDATE):

@@ -328,7 +328,7 @@ def test_a_wrong_hostfile_is_wrong_usage(text: str, message: str) -> None:
 def test_the_first_hosts_and_slots_are_taken() -> None:
     assert limit(TWO, num_hosts=1, ranks_per_host=None) == {"a": (0, 1)}
     assert limit(TWO, num_hosts=None, ranks_per_host=2) == {"a": (0, 1), "b": (0, 1)}
-    with pytest.raises(UsageError, match=r"--nnodes 3: there are only 2 \(a, b\)"):
+    with pytest.raises(UsageError, match=r"--nnodes 3: only 2 hosts \(a, b\)"):
         limit(TWO, num_hosts=3, ranks_per_host=None)
     with pytest.raises(UsageError, match="--nproc 3: host 'a' has 2 slots"):
         limit(TWO, num_hosts=None, ranks_per_host=3)

@@ -111,7 +111,7 @@ def test_a_second_run_does_not_replace_the_checkpoints_of_the_first(tmp_path: Pa
     config, metrics, run = config_file(tmp_path), tmp_path / "m.jsonl", tmp_path / "run"
     train_command(options(tmp_path, text, config, save=str(run), save_every=2))
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    with pytest.raises(CheckpointExistsError, match=r"step-00000004 of another run.*--resume auto.*prune"):
+    with pytest.raises(CheckpointExistsError, match=r"step-00000004 from another run.*--resume auto.*prune"):
         train_command(options(tmp_path, text, config, save=str(run), metrics=metrics))
     assert not metrics.exists()  # nothing was trained
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

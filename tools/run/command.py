@@ -33,7 +33,7 @@ CONTEXT_SETTINGS = {
 EPILOG = """
 \b
 Examples:
-  zstore run train.py --lr 1e-4                      # one rank per GPU of this machine, or one rank
+  zstore run train.py --lr 1e-4                      # one rank per GPU of this machine (one if none)
   zstore run --nproc 2 train.py                      # two ranks
   zstore run --include localhost:0,2 train.py        # on two GPUs
   zstore run --hostfile hosts train.py               # all machines of a hostfile, over ssh
@@ -100,7 +100,7 @@ class RunOptions:
         ),
     ] = None
     export: Annotated[list[str] | None, typer.Option(help=_EXPORT_HELP, metavar="NAME[=VALUE]")] = None
-    max_restarts: Annotated[int, typer.Option(help="Restarts of the ranks after a failure (one machine).", min=0)] = 0
+    max_restarts: Annotated[int, typer.Option(help="Max restarts after a failure (one machine only).", min=0)] = 0
     shutdown_timeout: Annotated[
         float,
         typer.Option(help="Seconds to wait for ranks to exit after a failure or Ctrl-C.", min=0, metavar="S"),
@@ -155,7 +155,7 @@ def _is_local(name: str) -> bool:
 
 
 def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
-    """Return the machines named by the hostfile and filters; empty without any."""
+    """Return the machines named by the hostfile and filters; empty if there are none."""
     path = options.hostfile
     if path is None and options.as_deepspeed and _JOB_HOSTFILE.is_file():
         path = _JOB_HOSTFILE
@@ -169,7 +169,7 @@ def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
         pool = _local_hosts(options, count_gpus)
     elif (options.nnodes or 1) > 1:
         raise UsageError(
-            f"--nnodes {options.nnodes}: no machines are named; pass --hostfile, or start the ranks of each with torchrun"
+            f"--nnodes {options.nnodes}: no machines are named; pass --hostfile, or start each machine's ranks with torchrun"
         )
     else:
         return {}
@@ -192,8 +192,8 @@ def _job(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
     if not options.no_python:
         command = ["-m"] * options.module + command
         if options.as_deepspeed:
-            rank = ["--no_local_rank"] if options.no_local_rank else []
-            command = ["-m", "zstore.as_deepspeed", *rank, *command]
+            flags = ["--no_local_rank"] if options.no_local_rank else []
+            command = ["-m", "zstore.as_deepspeed", *flags, *command]
         command = [sys.executable, "-u", *command]
     return RunJob(
         command=tuple(command),
@@ -208,7 +208,7 @@ def _job(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
 
 def _ssh_jobs(options: RunOptions, environment: Mapping[str, str], hosts: Hosts, job: RunJob) -> list[RunJob]:
     if job.max_restarts:
-        raise UsageError("--max-restarts: ranks restart on one machine only; restart a multi-machine run as a whole")
+        raise UsageError("--max-restarts: supported on one machine only; restart a multi-machine run as a whole")
     first = next(iter(hosts))
     # localhost would be a different machine on each of them.
     address = options.master_addr or (socket.gethostname() if first in _LOCAL_NAMES and len(hosts) > 1 else first)
@@ -335,7 +335,7 @@ def limit(hosts: Hosts, *, num_hosts: int | None, ranks_per_host: int | None) ->
     """
     if num_hosts is not None and num_hosts > len(hosts):
         names = ", ".join(hosts)
-        raise UsageError(f"--nnodes {num_hosts}: there are only {len(hosts)} ({names}); add hosts or request fewer")
+        raise UsageError(f"--nnodes {num_hosts}: only {len(hosts)} hosts ({names}); add hosts or request fewer")
     first = dict(islice(hosts.items(), num_hosts))
     for host, slots in first.items():
         if ranks_per_host is not None and ranks_per_host > len(slots):

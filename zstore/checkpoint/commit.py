@@ -53,7 +53,7 @@ from .retention import Keep, retire
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing saves there
+except ImportError:  # Windows: saving is not supported there
     fcntl = None  # type: ignore[assignment]
 
 
@@ -65,7 +65,7 @@ REMOTE_LOCK_TTL_S = 24 * 3600
 
 
 class SaveLock:
-    """Locks the new lock file `path`, which names the process, until `release()`, the end of a `with` block, or of the
+    """Locks the new lock file `path`, which names the process, until `release()`, or the end of the `with` block or the
     process. Waits while another process holds it. Raises StorageError if it cannot be created."""
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +104,7 @@ class SaveLock:
 
 
 def _not_writable(folder: Path, error_number: int | None) -> StorageError:
-    text = "cannot write to the folder: name one that this user may write to"
+    text = "cannot write to the folder: choose one that this user can write to"
     return StorageError(text, path=str(folder), errno=error_number)
 
 
@@ -128,7 +128,7 @@ def owner_has_ended(path: Path) -> Iterator[bool]:
 
 
 def _flock(fd: int, *, wait: bool) -> bool | None:
-    """Acquire the lock and return whether that succeeded; None if the system or the file system has no locks."""
+    """Acquire the lock and return whether that succeeded; None if the system or the file system does not support locks."""
     if fcntl is not None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

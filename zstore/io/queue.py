@@ -3,7 +3,7 @@
 [Note: links]
 A link is a name for a kind of transfer: a collective, a direction between two tiers, prefetching. Code that moves bytes
 counts them under that name, in any thread: `with links.moving("host_to_device", nbytes)` around a transfer that the caller
-waits for, else `links.begin("prefetch", nbytes)` and later `with links.waiting("prefetch", "not there in time")`.
+waits for, else `links.begin("prefetch", nbytes)` and later `with links.waiting("prefetch", "not ready in time")`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Priority(IntEnum):
 class Ticket(Generic[T]):
     """A running or queued operation: `await ticket` or `ticket.wait()` gives its result or raises its error.
 
-    Giving up the wait, by a timeout or a cancelled task, does not stop the operation: the caller must not touch its
-    memory until the ticket is done.
+    Giving up on the wait, on a timeout or because the task was cancelled, does not stop the operation: the caller must not
+    touch its memory until the ticket is done.
     """
 
     def __init__(self, future: Future[T], on_observed: Callable[[], None] | None = None) -> None:
@@ -58,17 +58,17 @@ class Ticket(Generic[T]):
     def _checked_future(self) -> Future[T]:
         """Return the future; raises UsageError in a forked child, where it would never be done. See [Note: forks]."""
         if self._process != os.getpid():
-            raise UsageError(f"the operation is one of a store that {FORKED_ERROR_TEXT}")
+            raise UsageError(f"the operation belongs to a store that {FORKED_ERROR_TEXT}")
         return self.future
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result; raises the operation's error, or TimeoutError after `timeout_s`."""
         if wait([self._checked_future()], timeout_s).not_done:
-            raise TimeoutError(f"the operation is not done after {timeout_s} s")
+            raise TimeoutError(f"the operation did not finish within {timeout_s} s")
         try:
             return self._result()
         finally:
-            del self  # the error's traceback would keep the future, which has the error
+            del self  # the error's traceback would keep the future alive, which holds the error
 
     def _result(self) -> T:
         self.mark_observed()
@@ -148,11 +148,11 @@ def wait_all(tickets: list[Ticket[T]]) -> list[T]:
     return [ticket.wait() for ticket in tickets]
 
 
-def combined(tickets: list[Ticket[T]], change: Callable[[list[T]], U]) -> Ticket[U]:
-    """Return a ticket for `change` of the results of all `tickets`, which is done once they are; its error is the one that
-    `wait_all` raises. An I/O thread calls `change`, so it must be short."""
+def combined(tickets: list[Ticket[T]], transform: Callable[[list[T]], U]) -> Ticket[U]:
+    """Return a ticket for `transform` of the results of all `tickets`, which is done once they are; its error is the one that
+    `wait_all` raises. An I/O thread calls `transform`, so it must be short."""
     pending = [*tickets]
-    ticket, run = promise(lambda: change(wait_all(pending)))
+    ticket, run = promise(lambda: transform(wait_all(pending)))
 
     def on_done() -> None:
         run()
@@ -170,8 +170,8 @@ def when_all_done(tickets: Sequence[Ticket[T]], callback: Callable[[], None]) ->
         if next(remaining) == 0:
             callback()
 
-    for each in tickets:
-        each.when_done(on_done)
+    for ticket in tickets:
+        ticket.when_done(on_done)
     on_done()  # there may be none
 
 
@@ -248,7 +248,7 @@ class IoQueue:
                     self._not_full.wait()
                 self._blocked_s += time.perf_counter() - started
             if self._closed:
-                raise UsageError("the I/O threads are closed: no operation can be queued")
+                raise UsageError("the I/O queue is closed: no operation can be queued")
             heapq.heappush(self._heap, (priority, next(self._order), run))
             self._not_empty.notify()
         return ticket
@@ -271,7 +271,7 @@ class IoQueue:
                 return operation()
             finally:
                 self._links.begin(link, nbytes)
-                self._links.busy(link, time.perf_counter() - started)
+                self._links.add_busy(link, time.perf_counter() - started)
 
         return promise(counted)
 
@@ -348,12 +348,12 @@ class LinkCounters:
             counts.operations += 1
             counts.bytes += nbytes
 
-    def busy(self, link: str, seconds: float) -> None:
+    def add_busy(self, link: str, seconds: float) -> None:
         """Count the time of an operation."""
         with self._lock:
             self._counts.setdefault(link, LinkStatistics()).busy_s += seconds
 
-    def stalled(self, link: str, cause: str, seconds: float) -> None:
+    def add_stall(self, link: str, cause: str, seconds: float) -> None:
         """Count time that a caller waited, by cause."""
         with self._lock:
             stall_s = self._counts.setdefault(link, LinkStatistics()).stall_s
@@ -366,21 +366,21 @@ class LinkCounters:
         try:
             yield
         finally:
-            self.stalled(link, cause, time.perf_counter() - started)
+            self.add_stall(link, cause, time.perf_counter() - started)
 
     @contextlib.contextmanager
     def moving(self, link: str, nbytes: int, cause: str | None = "blocking call") -> Iterator[None]:
-        """Count a `with` block as one operation of `nbytes`, for whose whole duration the caller waits. If nothing is
-        delayed by that, as in a thread that prefetches, pass None as the cause."""
+        """Count a `with` block as one operation of `nbytes`, during all of which the caller waits. If that delays
+        nothing, as in a thread that prefetches, pass None as the cause."""
         self.begin(link, nbytes)
         started = time.perf_counter()
         try:
             yield
         finally:
             seconds = time.perf_counter() - started
-            self.busy(link, seconds)
+            self.add_busy(link, seconds)
             if cause is not None:
-                self.stalled(link, cause, seconds)
+                self.add_stall(link, cause, seconds)
 
     def statistics(self) -> dict[str, LinkStatistics]:
         """Return the counters of every link used."""

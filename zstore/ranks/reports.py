@@ -126,7 +126,7 @@ def explain(reports: Mapping[int, RankReport], world_size: int, rank: int, locat
     ranks = ", ".join(map(str, sorted(causes)))
     text = "; ".join(f"rank {other} {cause}" for other, (cause, _) in sorted(causes.items()))
     failures = {other: details for other, (_, details) in causes.items()}
-    message = f"rank {ranks} of {world_size} failed ({text}); rank {rank} stops with it, in {location}"
+    message = f"rank {ranks} of {world_size} failed ({text}); rank {rank} is stopping too, in {location}"
     return RankError(message, failures)
 
 

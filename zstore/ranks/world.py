@@ -75,7 +75,7 @@ class Work:
             self._work.wait()
         started, self._started = self._started, None
         if started is not None:
-            self._links.busy(self._kind, time.perf_counter() - started)
+            self._links.add_busy(self._kind, time.perf_counter() - started)
 
     def is_completed(self) -> bool:
         """Return whether it is done."""
@@ -240,7 +240,7 @@ class World:
             ranks = ", ".join(map(str, failures))
             place = (places if self.watch.activity.phase else calls)[min(failures)]
             where = f" in {place}" if place else ""
-            text = f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it"
+            text = f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} is stopping too"
             raise RankError(text, failures)
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {made or 'another one'}" for rank, made in enumerate(calls))

@@ -11,7 +11,7 @@ the last quarter of the pool ahead of use. New versions become current at the en
 `on_end`, each group's becomes current as soon as that group's saves are done.
 
 The first spans may be loaded before it is known whether the pass will run (`Stream.read_ahead`), without beginning a
-pass. They are used if it runs and no shard has another version by then; otherwise their memory is freed.
+pass. They are used if it runs and no shard's version has changed by then; otherwise their memory is freed.
 
 A tile of a shard on disk is one chunk, because checksums lie between chunks; a tile of memory is many chunks, for fewer
 steps in Python. A pass over memory alone skips the pipeline, whose bookkeeping costs more than the work on a small array.
@@ -50,13 +50,13 @@ class Pass:
     pool: Pool
     """Source of the buffers."""
     modes: Mapping[str, Mode] = field(default_factory=dict)
-    """Modes of single arrays, overriding `mode`."""
+    """Modes of individual arrays, overriding `mode`."""
     chunks: tuple[int, int] | None = None
     """Limits a reading pass to chunks `[first, stop)` of each shard."""
     priority: Priority = Priority.READ
     """Priority of the loads."""
     admit: Admit | None = None
-    """Called before a group is begun, with its number and whether to wait. False means not yet, or after a wait: skip it."""
+    """Called before a group is begun, with its index and whether to wait. False means "not yet" or, after a wait, "skip it"."""
     on_end: Callable[[int], None] | None = None
     """Called in the consumer's thread with the number of each group whose new version has become current."""
 
@@ -106,11 +106,11 @@ class _LoadedBatch:
         spans = [(name, plan.span) for plan in self.batch for name in self._pass.groups[plan.group]]
         offsets, total = [0] * len(spans), 0
         sizes = [self._tiers[name].span_bytes(name, span.num_chunks) for name, span in spans]
-        for number in sorted(
-            range(len(spans)), key=lambda number: self._tiers[spans[number][0]].file_position(spans[number][0])
+        for index in sorted(
+            range(len(spans)), key=lambda index: self._tiers[spans[index][0]].file_position(spans[index][0])
         ):
-            offsets[number] = total
-            total += sizes[number]
+            offsets[index] = total
+            total += sizes[index]
         pieces = [
             Piece(name, span, offset, size) for (name, span), offset, size in zip(spans, offsets, sizes, strict=True)
         ]
@@ -218,7 +218,7 @@ class Stream:
         """Versions of the arrays that were read ahead."""
 
     def read_ahead(self) -> None:
-        """Queue the loads of the first spans, as far as there is free memory; call `resume` or `drop` next.
+        """Queue the loads of the first spans, as far as free memory allows; call `resume` or `drop` next.
 
         Raises UsageError while another pass changes one of their shards in place.
         """
