@@ -155,7 +155,7 @@ class Tickets:
     def start(self, record: ParameterRecord) -> None:
         """Mark the update of a record as running."""
         with self._changed:
-            self.of[record].state = TicketState.RUNNING
+            self.by_record[record].state = TicketState.RUNNING
 
     def last_read(self, records: Iterable[ParameterRecord]) -> Event:
         """Return the device's last read of any of `records`."""
