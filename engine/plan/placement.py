@@ -12,8 +12,7 @@ The device stores arrays that are not offloaded, and `1 - ratio` of the optimize
 - In step mode `backward` gradients are stored in host memory if everything else fits in the budget too; otherwise each is
   used as it arrives.
 - Taking the densest first, and skipping those that do not fit, makes traffic monotone in the budget: an array that fits
-  only in the larger budget is worth more than everything that the smaller one can still take, which is smaller and no
-  denser.
+  only in the larger budget is worth more than all that the smaller one can still take, which is smaller and no denser.
 
 A trained fp32 parameter is its own master copy, unless it stays on the device and its optimizer state does not.
 """

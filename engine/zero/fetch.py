@@ -10,9 +10,8 @@ finish  waits until `full` of every record is filled.
 
 Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part
 nevertheless, so no other rank waits for it; all ranks raise, as they do if they gather different units. While the execution
-order is being recorded, a header is received before anything else is sent: collectives of mismatched sizes would abort the
-process. On CUDA, headers are copied to the host in the background, and checked at the end of the iteration, or before an update
-in the backward.
+order is being recorded, a header is received before anything else is sent: mismatched collectives would abort the process. On
+CUDA, headers are copied to the host in the background, and checked at the end of the iteration or before an update in backward.
 """
 
 from __future__ import annotations

@@ -371,8 +371,7 @@ class ExposedGradients:
                 raise UsageError(
                     f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
                     "gradient is not whole on this rank, and the step would ignore the change. Multiply .grad in place by a "
-                    "number, change the loss, or discard all gradients with engine.zero_grad(); to exclude a parameter, set "
-                    "requires_grad=False"
+                    "number, change the loss, or call engine.zero_grad(); to exclude a parameter, set requires_grad=False"
                 )
             gradient.drop()
             if (values := take_gradient(record)) is not None:
