@@ -73,7 +73,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     values. It must be complete: a `zstore.Init` block that is still open applies only to models created later. If another
     engine holds the model, that engine is closed; its trained values are kept, but not its optimizer state. `optimizer` is an
     element-wise torch optimizer over the model's parameters; the default is the config's. `lr_scheduler` is a scheduler, or a
-    function that creates one from the returned optimizer; the engine steps it. The loader or scheduler is None if there is none.
+    function that creates one from the returned optimizer; the engine steps it. The loader or scheduler may be None.
 
     With `frozen` the engine is inference-only, for evaluation, generation, or a reference model. It has only the parameters,
     in their compute dtype, on the tier of `offload_param`; none requires gradients. Training settings are ignored, and batch
