@@ -168,7 +168,7 @@ class ArraySpec(Shaped):
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of a row; the first extent of the stored shape counts the rows."""
+        """Shape of a row; the first dimension of the stored shape counts the rows."""
         return self.stored_shape[1:]
 
     @property
@@ -395,7 +395,7 @@ def _chunk_cols_within(row_shape: tuple[int, ...]) -> int:
 
 
 def shape_of_cols(row_shape: tuple[int, ...], cols: int) -> tuple[int, ...]:
-    """Return the extents of `cols` consecutive elements of a row of `extents`."""
+    """Return the shape of `cols` consecutive elements of a row of shape `row_shape`."""
     shape: list[int] = []
     for size in reversed(row_shape):
         part = min(cols, max(size, 1))

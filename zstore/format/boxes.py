@@ -100,7 +100,7 @@ class Box:
         return starts
 
     def _num_runs_before(self, element: int) -> int:
-        """Return how many runs begin before flat element `at` of the whole tensor."""
+        """Return how many runs begin before flat element `element` of the whole tensor."""
         count, runs_per_index, remainder = 0, self.num_runs, element
         depth = self._depth
         # The last cut dim counts as one index, the start of its part.
