@@ -49,11 +49,11 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_768,
+        53_775,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_119),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_496),
-    "lines of tools": (lambda: _layout().lines("tools/"), 4_052),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_504),
+    "lines of tools": (lambda: _layout().lines("tools/"), 4_051),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_000),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_500),

@@ -90,8 +90,7 @@ def write_folder(
 
     Raises CheckpointError, naming the tensors and publishing nothing, for values that their type cannot represent.
     """
-    has_peft_names = any(weight.name != weight.array.partition("/")[2] for weight in layouts[0].weights)
-    if has_peft_names and "config.json" in companions.files:
+    if layouts[0].has_peft_names and "config.json" in companions.files:
         del companions.files["config.json"]
         companions.skipped.append("config.json (next to it, transformers would expect the whole model)")
     with new_folder(source.resources.files, target) as folder:

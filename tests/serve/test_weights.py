@@ -164,8 +164,7 @@ def test_values_that_do_not_fit_end_the_download_and_are_named_at_the_next(tmp_p
     url = f"{serve(tmp_path)}/weights/one/latest/{FILE}"
     with pytest.raises(urllib3.exceptions.ProtocolError, match="IncompleteRead"):
         get(url)
-    answer = get(url)
-    assert answer.status == 422
+    assert (answer := get(url)).status == 422
     assert "large has values that float16 cannot hold" in answer.json()["error"]
     for overflow, value in (("inf", np.inf), ("clamp", 65504)):
         (tmp_path / FILE).write_bytes(get(f"{url}?overflow={overflow}").data)
@@ -197,29 +196,30 @@ def test_from_pretrained_after_a_download_that_went_on(tmp_path: Path, serve: Se
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
-    arrays = {f"model/{name}": value.numpy() for name, value in model.state_dict().items()}
-    save_arrays(tmp_path / "runs" / "one", arrays)
-    config.save_pretrained(tmp_path / "runs" / "one" / "step-00000001")
+    saved = save_arrays(tmp_path / "runs/one", {f"model/{name}": v.numpy() for name, v in model.state_dict().items()})
+    config.save_pretrained(saved)
     url = f"{serve(tmp_path / 'runs', token='open-sesame-open')}/weights/one/step-00000001/"
     query, out = "dtype=fp32&max_shard_size=40kB", tmp_path / "pulled"
     out.mkdir()
-    bearer = ["-H", "Authorization: Bearer open-sesame-open"]
     assert get(f"{url}?{query}").status == 401
-    curl = ["curl", "-s", "-f", *bearer]
+    curl = ["curl", "-s", "-f", "-H", "Authorization: Bearer open-sesame-open"]
     folder = json.loads(subprocess.run([*curl, f"{url}?{query}"], check=True, capture_output=True).stdout)
     for file in folder["files"]:
-        target = out / file["name"]
-        subprocess.run(
-            [*curl, "-r", f"0-{file['size'] // 2}", "-o", target, f"{url}{file['name']}?{query}"], check=True
-        )
-        condition = ["-H", f"If-Range: {file['etag']}"]
-        subprocess.run([*curl, "-C", "-", *condition, "-o", target, f"{url}{file['name']}?{query}"], check=True)
+        target, source = out / file["name"], f"{url}{file['name']}?{query}"
+        subprocess.run([*curl, "-r", f"0-{file['size'] // 2}", "-o", target, source], check=True)
+        subprocess.run([*curl, "-C", "-", "-H", f"If-Range: {file['etag']}", "-o", target, source], check=True)
         assert target.stat().st_size == file["size"]
     with safetensors.safe_open(next(out.glob("model-00001-*")), "np") as opened:
         assert opened.metadata() == {"format": "pt"}
     pulled = transformers.LlamaForCausalLM.from_pretrained(out)
-    for name, value in model.state_dict().items():
-        assert value.equal(pulled.state_dict()[name])
+    assert all(value.equal(pulled.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_lora_has_no_config_of_a_whole_model_as_from_consolidate(tmp_path: Path, serve: Serve) -> None:
+    save_arrays(tmp_path / "one", {"model/base_model.model.q.lora_A.x.weight": np.ones(9, np.float32)})
+    (tmp_path / "one/config.json").write_text("{}")
+    files = get(f"{serve(tmp_path)}/weights/one/latest/").json()["files"]
+    assert [file["name"] for file in files] == ["adapter_model.safetensors"]
 
 
 def test_latest_is_the_one_that_an_edited_file_names(tmp_path: Path, serve: Serve) -> None:

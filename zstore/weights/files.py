@@ -87,6 +87,11 @@ class FileLayout:
         """Bytes of the file."""
         return len(self.header) + sum(weight.nbytes for weight in self.weights)
 
+    @property
+    def has_peft_names(self) -> bool:
+        """Whether it is PEFT's file of a LoRA: with a config.json next to it, transformers would expect the whole model."""
+        return any(weight.name != weight.array.partition("/")[2] for weight in self.weights)
+
 
 def plan_model(
     weights: Iterable[Weight], max_file_bytes: int, state: Mapping[str, Any], *, uses_peft_names: bool = True
