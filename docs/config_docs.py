@@ -1,7 +1,7 @@
 """Generates the reference of config keys in the docs from the schema: `python docs/config_docs.py`.
 
-In `docs/config.md` that is the tables of the keys that act, in `docs/deepspeed.md` those of the others: the parts
-between two marks. Everything else is written by hand.
+In `docs/config.md` it generates the tables of the keys that take effect, in `docs/deepspeed.md` the table of the others: the
+parts between two marks. Everything else is written by hand.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _rows(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def all_keys() -> str:
-    """Return the tables of the keys that act: a table for each long section at the top, and one for all other keys."""
+    """Return the tables of the keys that take effect: a table for each long section at the top, and one for all other keys."""
     lines, tables = ["", "## Top level", "", *_HEAD], list[str]()
     for name, field in ConfigSections.model_fields.items():
         inner = section_of(field)
@@ -88,7 +88,7 @@ def missing_keys() -> str:
     return "\n".join(lines) + "\n\n"
 
 
-PARTS: dict[str, Callable[[], str]] = {"keys": all_keys, "keys that do not act": missing_keys}
+PARTS: dict[str, Callable[[], str]] = {"keys": all_keys, "keys without effect": missing_keys}
 END = "<!-- end of keys -->\n"
 
 
