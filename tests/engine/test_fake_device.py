@@ -159,7 +159,7 @@ def test_as_much_host_memory_is_pinned_as_planned(nvme: Path) -> None:
     config = pinned(3, "nvme", nvme, "nvme", zstore={"step_overlap": "none", "host_budget_bytes": 40_000_000})
     with FakeDevice() as device, start(config, make_net(width=400, layers=4), _streams=device) as engine:
         engine.backward(engine(*batch(0, 0, 0)))
-        values = [gradient.values for gradient in engine.training_state.gradients.of.values()]
+        values = [gradient.values for gradient in engine.training_state.gradients.by_record.values()]
         assert 0 < max(each.untyped_storage().nbytes() for each in values if each is not None) < 1 << 16
 
 
