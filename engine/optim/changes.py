@@ -1,19 +1,19 @@
 """One optimizer step over the state: the change of each parameter, in place or in a pass over the store.
 
 [Note: the update]
-The state is read and written once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are
-the same on every tier, in every step mode and with any number of threads (see `side_by_side`). Each parameter that had a
+The state is read and written once, in tiles that stay in cache; nothing as large as the model is allocated; the result is
+bit-identical on every tier, in every step mode and with any number of threads (see `side_by_side`). Each parameter that had a
 gradient on any rank goes through four phases:
 1. the store provides a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
 2. the gradient's rows, in memory or streamed from disk with the tile, are cast to fp32 and multiplied once by one fp32 scalar
    (1 / loss scale, and the clip factor);
 3. the kernel updates master and slots in place; slots in another format go through their codec (`SlotCodec`);
-4. the master is cast to the parameter's weights: its memory, or an array that the pass writes. An fp32 master may be that
-   memory; if its slots are in another memory, it is copied there in phase 1 and back in phase 4.
+4. the master is cast to the parameter's weights: its buffer, or an array that the pass writes. An fp32 master may be that
+   buffer; if its slots are on a different tier, it is copied there in phase 1 and back in phase 4.
 
-Parameters whose arrays are in one memory, in the format of the kernel, are updated in place (`OptimizerState.in_place`),
+Parameters whose arrays are on one tier, in the kernel's format, are updated in place (`OptimizerState.in_place`),
 without phase 1: many small ones in one call of each of torch's kernels for lists of tensors, large ones in tiles. In the
-background this is done only if no parameter needs a pass, to keep the order. What a step does with which parameters is
+background this is done only if no parameter needs a pass, to keep the order. Which parameters a step updates, and how, is
 planned once (`UpdatePlan`, `_Batch`). In host memory one kernel, if available, runs phases 2 to 4 of Adam in one pass ([Note:
 the host kernel]).
 """
@@ -52,14 +52,14 @@ from .state import InPlace, OptimizerState
 Rows = Callable[[Sequence[ParameterRecord]], Iterable[torch.Tensor | None]]
 """Returns this rank's rows of averaged gradients, each 1-D; None if they are on disk (`OptimizerState.spilled`)."""
 Admit = Callable[[ParameterRecord, bool], bool]
-"""Returns whether the state of a record may be updated now; the flag tells it to wait until that is known."""
+"""Returns whether the state of a record may be updated now; if the flag is set, waits until that is known."""
 Done = Callable[[ParameterRecord], None]
-"""Called when the state and weights of a record are updated."""
+"""Called once the state and weights of a record have been updated."""
 
 
 class _StreamedUpdate:
     """Phases 2 to 4 of one record, tile by tile. At most a few exist at a time, so that gradients are freed as their updates
-    end. Several threads may apply it to different tiles if all data is in host memory."""
+    finish. Several threads may apply it to different tiles if all data is in host memory."""
 
     def __init__(self, changes: Changes, record: ParameterRecord, h2d: H2DQueue) -> None:
         self.record = record
@@ -85,7 +85,7 @@ class _StreamedUpdate:
         """Run the phases on one tile."""
         views = [as_torch(view) for view in tile.views]
         stored_master, slots, arrays = views[0], views[1 : self._num_state], views[self._num_state :]
-        master = self._master_near(slots, stored_master, tile)
+        master = self._master_with_slots(slots, stored_master, tile)
         if self._gradient is not None:
             gradient, first, stop = self._gradient, tile.first, tile.stop
         else:
@@ -113,8 +113,8 @@ class _StreamedUpdate:
         if self._has_buffers:
             self._h2d.drain()
 
-    def _master_near(self, slots: list[torch.Tensor], stored: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """Return the master in the memory of its slots; `stored` itself if it is in that memory."""
+    def _master_with_slots(self, slots: list[torch.Tensor], stored: torch.Tensor, tile: Tile) -> torch.Tensor:
+        """Return the master on the tier of its slots: `stored` itself if it is there already."""
         transfers = self._state.transfers
         link = transfers.link(stored, slots[0]) if slots else None
         if link is None:
@@ -170,34 +170,34 @@ def _in_one_pass(
 
 _MIN_CORES_OF_TWO_CONSUMERS = 4
 _MAX_ON_HOST, _MAX_ON_DEVICE = 64 * 1024, 16 * 1024 * 1024
-"""Most elements of small parameters updated together: they stay in the host's cache, or take few kernels of a device."""
+"""The most elements of small parameters that are updated together: they fit in the host's cache, or need few device kernels."""
 _MIN_FP32 = 16 * 1024
-"""Fewest elements of an fp32 parameter without casts for the host kernel: torch's is as fast for lists of smaller ones."""
+"""The fewest elements for which the host kernel updates an fp32 parameter without casts: below, torch's is as fast."""
 _MAX_IN_STEP, _MAX_IN_BACKGROUND = 256 * 1024 * 1024, 4 * 1024 * 1024
-"""Most elements of parameters whose gradients are taken together, in the step and in the background."""
+"""The most elements of parameters whose gradients are taken together, in the step and in the background."""
 
 
 class _KernelCall:
-    """Parts of parameters in one memory that take the same step, and that one call of each kernel updates."""
+    """Parts of parameters on one tier that take the same step, updated by one call of each kernel."""
 
     def __init__(self, kernel: HostKernel | None, *, sends: bool) -> None:
         self.numel = 0
         self.records: list[ParameterRecord] = []
         self._kernel, self._sends = kernel, sends
         self._parts: list[tuple[int, slice | None]] = []
-        """The number of each gradient, and its elements; None if all."""
+        """The index of each gradient, and its elements; None: all of them."""
         self._masters: list[torch.Tensor] = []
         self._slots: list[list[torch.Tensor]] = []
         self._weights: list[torch.Tensor | None] = []
 
     def add(
-        self, record: ParameterRecord, number: int, place: InPlace, weights: torch.Tensor | None, part: tuple[int, int]
+        self, record: ParameterRecord, index: int, place: InPlace, weights: torch.Tensor | None, part: tuple[int, int]
     ) -> None:
-        """Add elements `part` (first, stop) of a parameter with gradient `number`; its master is cast into `weights`."""
+        """Add elements `part` (first, stop) of a parameter with gradient `index`; its master is cast into `weights`."""
         rows = slice(*part)
         self.numel += part[1] - part[0]
         self.records.append(record)
-        self._parts.append((number, None if part == (0, place.master.numel()) else rows))
+        self._parts.append((index, None if part == (0, place.master.numel()) else rows))
         self._masters.append(place.master[rows])
         self._slots.append([slot[rows] for slot in place.slots])
         self._weights.append(None if weights is None else weights[rows])
@@ -207,7 +207,7 @@ class _KernelCall:
     ) -> None:
         """Run the phases with gradients among `rows`; a host kernel uses `num_threads`."""
         factor, after = changes.settings.factor_of(self.records[0]), changes.last_read(self.records)
-        gradients = [rows[number] if part is None else rows[number][part] for number, part in self._parts]
+        gradients = [rows[index] if part is None else rows[index][part] for index, part in self._parts]
         if self._kernel is not None:
             tensors = StepTensors(self._masters, self._slots, gradients, self._weights)
             queue = h2d if self._sends else None
@@ -234,21 +234,21 @@ def _plan_calls(
     state, is_host = changes.state, changes.state.transfers.streams.is_host
     calls: list[_KernelCall] = []
     current: dict[Any, _KernelCall] = {}
-    for number, (record, place) in enumerate(places):
+    for index, (record, place) in enumerate(places):
         master, weights = place.master, record.owned() if place.casts else place.separate_rows
         step, factor, on_host = changes.step_of(record), changes.settings.factor_of(record), is_host(master)
-        kernel = _host_kernel_for(state, step, master, rows[number], weights)
+        kernel = _host_kernel_for(state, step, master, rows[index], weights)
         sends = weights is not None and is_host(weights) != on_host
         limit, tile = (_MAX_ON_HOST, tile_numel(threads)) if on_host else (_MAX_ON_DEVICE, _MAX_ON_DEVICE)
-        if kernel is not None:  # it cuts tiles itself; the weights of a call cross while the next one is computed
+        if kernel is not None:  # it cuts tiles itself; one call's weights are sent while the next call computes
             limit = tile = _MAX_IN_BACKGROUND if sends else _MAX_IN_STEP
-        kind = step, factor, rows[number].dtype, on_host, kernel is None, sends, weights is not None and weights.dtype
+        kind = step, factor, rows[index].dtype, on_host, kernel is None, sends, weights is not None and weights.dtype
         for first in range(0, master.numel(), tile):
             stop = min(first + tile, master.numel())
             if kind not in current or current[kind].numel + stop - first > limit:
                 current[kind] = _KernelCall(kernel, sends=sends)
                 calls.append(current[kind])
-            current[kind].add(record, number, place, weights, (first, stop))
+            current[kind].add(record, index, place, weights, (first, stop))
     return calls
 
 
@@ -267,11 +267,11 @@ class _Batch:
         self.names = [name for _, place in places for name in place.names]
         self.masters = [place.master for _, place in places]
         links = [transfers.link(*pair) for pair in zip(rows, self.masters, strict=True)]
-        self.crossing = [[n for n, other in enumerate(links) if other == link] for link in set(links) if link]
-        """Numbers of the gradients that are not in their master's memory, by direction."""
+        self.transferred = [[i for i, found in enumerate(links) if found == link] for link in set(links) if link]
+        """Indices of the gradients that are not on their master's tier, by direction."""
         self._memory = [(record, record.full, record.shard) for record, place in places if place.casts]
         on_host = [master.numel() for master in self.masters if transfers.streams.is_host(master)]
-        uses_one = in_background or state.host is not None  # the host kernel has threads of its own
+        uses_one = in_background or state.host is not None  # the host kernel has its own threads
         uses_one = uses_one or not _allows_threads(state, [record for record, _ in places])
         self.threads = 1 if uses_one else threads_for(on_host)
         self.num_threads = num_threads(
@@ -281,7 +281,7 @@ class _Batch:
         self.calls = _plan_calls(changes, places, rows, self.threads)
 
     def fits(self, changes: Changes) -> bool:
-        """Return whether parameters still have the same memory, and all of a call still take the same step."""
+        """Return whether parameters still have the same buffers, and those of each call still take the same step."""
         for record, full, shard in self._memory:
             if record.full is not full or record.shard is not shard:
                 return False
@@ -313,7 +313,7 @@ def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, limit: in
 
 @cache
 def num_consumers() -> int:
-    """Return how many threads update state from disks. On two cores a second thread makes a step slower, since the I/O needs
+    """Return how many threads update state from disk. On two cores a second thread makes a step slower, since I/O needs
     the core too (docs/design/0005-step.md)."""
     return 2 if num_cores() >= _MIN_CORES_OF_TWO_CONSUMERS else 1
 
@@ -343,7 +343,7 @@ class _StreamedPart:
 
 
 class UpdatePlan:
-    """Which of the `records` are updated in place, since their arrays are in one memory, and which in a pass, and how."""
+    """Which of the `records` are updated in place, since their arrays are on one tier, and which in a pass, and how."""
 
     def __init__(self, state: OptimizerState, records: Sequence[ParameterRecord], *, in_background: bool) -> None:
         owned = [record for record in records if record.owned_numel]
@@ -354,8 +354,8 @@ class UpdatePlan:
         self.batches = list(_admitted(list(self.places), None, self.max_numel))
         """The parameters updated in place, in groups whose gradients are taken together."""
         streamed = _StreamedPart(state, [record for record in owned if record not in self.places])
-        several = not in_background and streamed.from_disk and streamed.allows_threads
-        count, before, total = num_consumers() if several else 1, 0, sum(r.owned_numel for r in streamed.records)
+        allows_several = not in_background and streamed.from_disk and streamed.allows_threads
+        count, before, total = num_consumers() if allows_several else 1, 0, sum(r.owned_numel for r in streamed.records)
         parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
         for record in streamed.records:  # adjacent records stay together: they may share files
             parts[before * count // total].append(record)
@@ -363,8 +363,8 @@ class UpdatePlan:
         self.parts = [_StreamedPart(state, part) for part in parts if part]
         self.in_background = in_background
         """Whether the training loop continues during the update."""
-        self.begun: list[Stream] = []
-        """Passes of the parts whose reads were started before the update, which takes them over."""
+        self.started: list[Stream] = []
+        """Passes of the parts whose reads were started ahead; the update takes them over."""
 
     @staticmethod
     def of(state: OptimizerState, records: Sequence[ParameterRecord], *, in_background: bool) -> UpdatePlan:
@@ -373,11 +373,11 @@ class UpdatePlan:
         return state.planned((UpdatePlan, in_background, *records), make)
 
     def read_ahead(self, store: Store) -> None:
-        """Start reading the first parameters from disk. An error is ignored: the update will meet it too, and raise it on all
+        """Start reading the first parameters from disk. An error is ignored: the update will hit it again, and raise it on all
         ranks."""
         if any(part.from_disk for part in self.parts):
             with suppress(ZstoreError):
-                self.begun.extend(store.read_ahead(part.groups, modes=part.modes) for part in self.parts)
+                self.started.extend(store.read_ahead(part.groups, modes=part.modes) for part in self.parts)
 
 
 class Changes:
@@ -395,9 +395,9 @@ class Changes:
     ) -> None:
         self.state, self.records, self.settings, self.rows = state, records, settings, rows
         self._plan = plan = UpdatePlan.of(state, records, in_background=in_background)
-        self._begun, plan.begun = plan.begun, []
+        self._started, plan.started = plan.started, []
         self.last_read = last_read
-        """Returns the event after which the device no longer reads some weights; None: after all submitted work."""
+        """Returns the event after which the device no longer reads the weights; None: after all submitted work."""
         self.scratch = Scratch()
         self._steps: dict[ParameterRecord, ParameterStep] = {}
         self._shared: dict[tuple[Any, ...], ParameterStep] = {}
@@ -410,23 +410,23 @@ class Changes:
             if done is not None:
                 for record in batch:
                     done(record)
-        parts, context = zip_longest(plan.parts, self._begun), self.state.transfers.streams.stream_context()
+        parts, context = zip_longest(plan.parts, self._started), self.state.transfers.streams.stream_context()
         side_by_side(lambda part: self._stream(*part, admit, done), parts, len(plan.parts), context)
 
-    def _stream(self, part: _StreamedPart, begun: Stream | None, admit: Admit | None, done: Done | None) -> None:
-        """Update parameters in a pass over their arrays, which is `begun` if it was started ahead."""
+    def _stream(self, part: _StreamedPart, started: Stream | None, admit: Admit | None, done: Done | None) -> None:
+        """Update parameters in a pass over their arrays, `started` if its reads were started ahead."""
         records = part.records
         h2d = H2DQueue(self.state.transfers)
 
-        def ended(group: int) -> None:
+        def finish_group(group: int) -> None:
             h2d.drain()
             if done is not None:
                 done(records[group])
 
         admitted = None if admit is None else (lambda group, wait: admit(records[group], wait))
-        on_end = None if done is None else ended
-        if begun is not None and begun.resume(admitted, on_end):
-            tiles = begun.tiles()
+        on_end = None if done is None else finish_group
+        if started is not None and started.resume(admitted, on_end):
+            tiles = started.tiles()
         else:
             tiles = self.state.store.tiles(part.groups, "update", modes=part.modes, admit=admitted, on_end=on_end)
         with labelled("update"), one_thread(part.from_disk), closing(tiles):
@@ -438,7 +438,7 @@ class Changes:
         h2d.drain()
 
     def _update_in_place(self, records: Sequence[ParameterRecord]) -> None:
-        """Update parameters whose arrays are in one memory; in the background on one thread."""
+        """Update parameters whose arrays are on one tier; in the background, on one thread."""
         state, transfers, plan, rows = self.state, self.state.transfers, self._plan, []
         for record, gradient in zip(records, self.rows(records), strict=True):
             if gradient is None:
@@ -452,11 +452,11 @@ class Changes:
             ),
             lambda cached: cached.fits(self),
         )
-        for numbers in batch.crossing:
-            copy = transfers.bring_all([rows[n] for n in numbers], [batch.masters[n] for n in numbers])
+        for indices in batch.transferred:
+            copy = transfers.bring_all([rows[i] for i in indices], [batch.masters[i] for i in indices])
             transfers.finish(copy)
-            for number, values in zip(numbers, copy.targets, strict=True):
-                rows[number] = values
+            for index, values in zip(indices, copy.targets, strict=True):
+                rows[index] = values
         h2d, work = H2DQueue(transfers), []
         h2d.max_pending *= batch.threads
         for call in batch.calls:
@@ -490,7 +490,7 @@ class Changes:
         return step
 
     def note_scalars(self, records: Sequence[ParameterRecord]) -> None:
-        """Store the scalars of `records` after the step (such as its number), including records without rows on this rank."""
+        """Store the scalars of `records` after the step (such as its count), including records without rows on this rank."""
         after: dict[ParameterStep, Scalars] = {}
         for record in records:
             step = self._steps.get(record) or self.step_of(record)

@@ -26,11 +26,11 @@ _STATE = {"scale": float, "hysteresis_left": int, "iteration": int, "last_overfl
 
 @dataclass(kw_only=True)
 class LossScaler:
-    """Factor of the loss; call `update` after every step. `settings` None: the factor is 1 and never changes.
+    """Factor of the loss; call `update` after every step. If `settings` is None, the factor is always 1.
 
     A dynamic scale halves at the `hysteresis`-th overflow, and from then on at every overflow, until the hysteresis
     is restored: when the scale doubles, or with `consecutive_hysteresis` by any step without overflow. It doubles at a
-    step without overflow if a multiple of `loss_scale_window` such steps precede it since the last overflow. Source:
+    step without overflow if a multiple of `loss_scale_window` such steps have preceded it since the last overflow. Source:
     DeepSpeed's DynamicLossScaler (deepspeed/runtime/fp16/loss_scaler.py of 0.19).
     """
 
@@ -51,8 +51,8 @@ class LossScaler:
             self.hysteresis_left = self.settings.hysteresis
 
     def accepts(self, norm: float, step: int, changed: str) -> bool:
-        """Return whether step number `step` is taken with gradients of this norm; otherwise it is skipped. By policy,
-        raises NonFiniteError, which says what has been `changed`."""
+        """Return whether step number `step` is taken with gradients of this norm; otherwise it is skipped. Depending on the
+        policy, raises NonFiniteError, which says what has been `changed`."""
         if math.isfinite(norm) or self.non_finite == "apply":
             return True
         if self.non_finite == "error":
@@ -113,8 +113,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Parameter groups, shared with the client's optimizer if there is one: setting `lr` in a group, or a torch
     scheduler on this object or on the client's, takes effect at the next `engine.step()`.
 
-    Its state is in the engine's store: `state` and `state_dict()` read a slot from it on demand. `step` from the training
-    loop changes nothing; the engine updates.
+    Its state is in the engine's store: `state` and `state_dict()` read a slot from it on demand. Calling `step` from the
+    training loop changes nothing: the engine updates.
     """
 
     def __init__(self, client: torch.optim.Optimizer, scaler: LossScaler) -> None:
@@ -130,7 +130,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state = client.state
         self.scaler = scaler
         self._client_steps = rule_of(self.kind, whole=True) is CLIENT
-        """Whether the given object takes the steps itself."""
+        """Whether the client's object takes the steps itself."""
         self._in_engine_step = False
         self._warned = False
 
@@ -188,9 +188,9 @@ class NoOptimizer(ZeroOptimizer):
 
 
 def optimizer_from_config(config: OptimizerSection, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that a config names, over `parameters` (parameters, or group dicts; None: all of the model).
+    """Return the optimizer that a config names, over `parameters` (parameters, or group dicts; None: all of the model's).
 
-    Groups keep their settings.
+    Groups keep their own settings.
     """
     groups, arguments = _as_groups(model.parameters() if parameters is None else parameters), config.arguments()
     kind: Any = classes()[config.kind]
@@ -202,10 +202,10 @@ def optimizer_from_config(config: OptimizerSection, parameters: Any, model: nn.M
         name: value for name, value in arguments.items() if name in inspect.signature(kind.__init__).parameters
     }
     try:
-        made: torch.optim.Optimizer = kind(groups, **arguments)
+        optimizer: torch.optim.Optimizer = kind(groups, **arguments)
     except ValueError as error:
-        raise ConfigError(f"optimizer.params: {config.kind} does not take these arguments: {error}") from error
-    return made
+        raise ConfigError(f"optimizer.params: {config.kind} does not accept these arguments: {error}") from error
+    return optimizer
 
 
 def _as_groups(parameters: Iterable[Any]) -> Groups:
@@ -227,15 +227,15 @@ def group_of_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> d
     """
     known = set(model.parameters())
     groups: dict[nn.Parameter, int] = {}
-    for number, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if parameter not in known:
                 raise UsageError(
-                    f"parameter {position} of group {number}, of shape {tuple(parameter.shape)}, is not one of the model's: "
-                    "make the optimizer from the parameters of the model that is passed to initialize()"
+                    f"parameter {position} of group {index}, of shape {tuple(parameter.shape)}, is not one of the model's: "
+                    "create the optimizer from the parameters of the model that is passed to initialize()"
                 )
             if parameter.requires_grad:
-                groups[parameter] = number
+                groups[parameter] = index
     if not groups:
         raise UsageError("there is no trainable parameter: expected at least one with requires_grad=True")
     return groups

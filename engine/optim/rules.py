@@ -1,7 +1,7 @@
 """Rules: how the parameters of an optimizer's class are updated, over tiles or by a stepper.
 
 [Note: rules]
-A rule names optimizer classes and has the kernel for each of their parameter groups, and the stepper. Without a stepper
+A rule names optimizer classes and has the kernel for each of their parameter groups, and the stepper. Without a stepper,
 steps run over tiles. `register` adds further rules, such as those in `engine/extras`.
 
 [Note: the client's own step]
@@ -43,10 +43,10 @@ Groups = list[dict[str, Any]]
 
 
 class Stepper(ABC):
-    """Takes the steps of a run (all ranks). The methods about state are called only if it `keeps_state`."""
+    """Takes the steps of a run (all ranks). The methods that handle state are called only if it `keeps_state`."""
 
     keeps_state: ClassVar[bool] = False
-    """Whether it keeps state outside the store, saved in a checkpoint with the client's."""
+    """Whether it keeps state outside the store, saved in a checkpoint with the client's state."""
     needs_saved: ClassVar[bool] = False
     """Whether a load without that state would restart the optimizer."""
     owns_gradients: ClassVar[bool] = False
@@ -82,7 +82,7 @@ class Stepper(ABC):
 def whole_gradient(
     state: OptimizerState, changes: Changes, record: ParameterRecord, master: torch.Tensor
 ) -> torch.Tensor:
-    """Return a parameter's gradient, 1-D, fp32, multiplied by its factor, in the memory of its whole `master`."""
+    """Return a parameter's gradient, 1-D, fp32, multiplied by its factor, on the device of its whole `master`."""
     (rows,) = changes.rows([record])
     if rows is None:
         raise UsageError(f"the gradient of parameter {record.name!r} is not in memory")
@@ -122,7 +122,7 @@ class ClientStep(Stepper):
 
     def _step(self, records: Sequence[ParameterRecord], changes: Changes) -> None:
         masters = [self._state.whole_master(record) for record in records]
-        gradients = [whole_gradient(self._state, changes, *each) for each in zip(records, masters, strict=True)]
+        gradients = [whole_gradient(self._state, changes, *pair) for pair in zip(records, masters, strict=True)]
         parameters = [record.parameter for record in records]
         values = [parameter.data for parameter in parameters]
         try:
@@ -150,7 +150,7 @@ class ClientStep(Stepper):
         for record in self._state.scalars:
             state = dict(saved.get(record.name, {}))
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim():  # torch's scalars stay in host memory
+                if isinstance(value, torch.Tensor) and value.dim():  # torch keeps scalars in host memory
                     state[name] = value.to(record.parameter.device)
             self._client.state.pop(record.parameter, None)
             if state:
@@ -193,7 +193,7 @@ register(TILES)
 MakeCodec = Callable[[Sequence[Kernel], str], SlotCodec]
 """Returns the codec for the slots of these kernels and an optimizer of this name."""
 codecs: dict[str, MakeCodec] = {"fp32": lambda _kernels, _kind: SlotCodec()}
-"""Codecs by the config's type of moments."""
+"""Codecs by the config's dtype of moments."""
 
 
 def classes() -> dict[str, Kind]:
@@ -214,10 +214,10 @@ def check_client(client: torch.optim.Optimizer, config: Config) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
             f"optimizer {type(client).__name__} is not known to update elements independently, and its step needs a "
-            "closure, which the engine cannot call: use one whose step() needs none"
+            "closure, which the engine cannot call: use an optimizer whose step() needs none"
         )
     if config.step_overlap == "backward":
         raise UsageError(
-            f"optimizer {type(client).__name__} steps whole fp32 tensors, all at once: take step_overlap out of the config's "
+            f"optimizer {type(client).__name__} steps whole fp32 tensors, all at once: remove step_overlap from the config's "
             '"zstore" section'
         )

@@ -28,11 +28,11 @@ from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKerne
 Tiles = Generator[Tile, None, None]
 T = TypeVar("T")
 _MAX_PLANS = 16
-"""Maximum number of cached plans per parameter, on average: other parameters may have gradients in each step."""
+"""Maximum number of cached plans per parameter, on average: different parameters may have gradients in each step."""
 
 
 class InPlace(NamedTuple):
-    """The whole arrays of a parameter that an update changes in place: 1-D, of one length, in one memory."""
+    """The whole arrays of a parameter that an update changes in place: 1-D, of one length, on one tier."""
 
     names: list[str]
     master: torch.Tensor
@@ -73,7 +73,7 @@ class OptimizerState:
         self.spilled: dict[ParameterRecord, str] = {}
         """Arrays of the gradients that wait for the update on disk, by parameter."""
         self.plans: dict[Any, Any] = {}
-        """Cached results of `planned`; cleared when kernels change or memory is taken away."""
+        """Cached results of `planned`; cleared when kernels change or buffers are freed."""
         self._layout_generation = self._num_planned = 0
         """The store's layout generation that they belong to, and the length of their keys."""
         self._own_masters: set[ParameterRecord] = set()
@@ -99,15 +99,15 @@ class OptimizerState:
     ) -> None:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the highest precision available.
 
-        Rows that are in the store become its `model/` array if that belongs on their tier; else they are copied from it.
+        Rows in the store become its `model/` array if that belongs on their tier; else they are copied into it.
         The rows of an offloaded parameter are in `record.stored_array` from now on, and it is released. A gradient that
-        waits on disk has the planned type of `types`. With `owns_fp32` an fp32 parameter is its own master wherever its
+        waits on disk has the planned dtype of `types`. With `owns_fp32` an fp32 parameter is its own master wherever its
         slots are.
         """
         slots = self.slots_of(record)
         self.array_names[record] = [model_array(record.name), *(optimizer_array(s.name, record.name) for s in slots)]
         offloaded = placement.parameter != "device"
-        # Rows that are fetched: no other arrays are copied from host memory to the device.
+        # Pinned, because rows are fetched: no other arrays are copied from host memory to the device.
         tier: TierName = "pinned" if placement.parameter == "host" else placement.parameter
         own_master = record.dtype == torch.float32 and (offloaded or placement.state == "device" or owns_fp32)
         if record.group is not None and not own_master:
@@ -142,7 +142,7 @@ class OptimizerState:
             self.spilled[record] = self._create(record, "gradient", dtype, "disk")
 
     def use_in_place(self, record: ParameterRecord) -> None:
-        """Use a released parameter in place, if this rank has all its rows in memory in which the device computes."""
+        """Use a released parameter in place, if this rank has all its rows in memory on which the device computes directly."""
         has_all_rows = record.world_size == 1 and self.transfers.streams.device_is_host
         if has_all_rows and record.stored_array is not None and self.store.tier(record.stored_array).name == "host":
             record.use_in_place(as_torch(self.store.memory(record.stored_array)))
@@ -191,7 +191,7 @@ class OptimizerState:
         return record in self._own_masters
 
     def whole_master(self, record: ParameterRecord) -> torch.Tensor:
-        """Return the memory of the fp32 master of a parameter whose state is whole on the device, 1-D [numel]."""
+        """Return the memory of the fp32 master of a parameter whose whole state is on the device, 1-D [numel]."""
         return record.full if self.is_master(record) else as_torch(self.store.memory(model_array(record.name)))
 
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
@@ -214,7 +214,7 @@ class OptimizerState:
         return rows[0] * grid.row_numel, rows[1] * grid.row_numel
 
     def kernel_of(self, record: ParameterRecord) -> tuple[Kernel, int]:
-        """Return the kernel of a trained parameter, and the number of its group."""
+        """Return the kernel of a trained parameter, and the index of its group."""
         if record.group is None:
             raise KeyError(f"{record.name} is frozen")
         return self.kernels[record.group], record.group
@@ -223,10 +223,10 @@ class OptimizerState:
     def open_pass(
         self, groups: Sequence[Sequence[str]], mode: ModeName, *, modes: Mapping[str, ModeName] | None = None
     ) -> Iterator[Tiles]:
-        """Open a pass over groups of arrays for a `with` block; a pass that is incomplete at its end is dropped.
+        """Open a pass over groups of arrays for a `with` block; a pass that is incomplete at the end of the block is dropped.
 
-        Tiles from disk are processed by one thread: it outruns the disk, while torch's threads, which spin as they
-        wait for each other, would take processors from the I/O threads.
+        Tiles from disk are processed by one thread: it is faster than the disk, while torch's threads, which spin as they
+        wait for each other, would take cores from the I/O threads.
         """
         tiles = self.store.tiles(groups, mode, modes=modes)
         with one_thread(self.any_on_disk(groups)), closing(tiles):
@@ -251,8 +251,8 @@ class OptimizerState:
         return plan
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
-        """Return the arrays of a trained parameter if they are in one memory and its kernel takes several parameters at
-        once: torch's fused kernel does so anywhere, its other optimizers on a device."""
+        """Return the arrays of a trained parameter if they are on one tier and its kernel takes several parameters at once:
+        torch's fused kernel does so anywhere, its other optimizers on a device."""
         names = list(self.all_arrays(record))
         kernel = self.kernel_of(record)[0]
         takes_lists = isinstance(kernel, FusedAdam | TorchKernel)
@@ -277,15 +277,15 @@ class OptimizerState:
                     change()
 
     def all_arrays(self, record: ParameterRecord) -> Mapping[str, ModeName]:
-        """Return the parameter's `array_names`, and its array of separate own rows, with their modes in an update."""
+        """Return the parameter's `array_names`, and its array of separate rows if any, with their modes in an update."""
         modes: dict[str, ModeName] = dict.fromkeys(self.array_names[record], "update")
         if record.stored_array is not None:
             modes.setdefault(record.stored_array, "fill")
         return modes
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:
-        """Return the parameters' own rows that are cast from masters and are in host memory, where any thread may write
-        to them, by the name of the master's array."""
+        """Return the parameters' own rows that are cast from masters and are in host memory (any thread may write to them),
+        by the name of the master's array."""
         all_rows = {model_array(r.name): r.owned() for r in self._cast_from_masters() if r.stored_array is None}
         return {name: rows for name, rows in all_rows.items() if rows.device.type == "cpu"}
 
@@ -306,8 +306,8 @@ class OptimizerState:
                 self.transfers.copy_into(rows, as_torch(tile.views[0]))
 
     def follow_parameters(self, records: Sequence[ParameterRecord]) -> None:
-        """Copy what other code wrote to resident parameters into their separate masters, each rank its own rows: an
-        element that differs from its cast master replaces that; other masters keep the digits that the parameter lacks."""
+        """Copy what other code wrote to resident parameters into their separate masters, each rank its own rows: an element
+        that differs from its cast master replaces the master; the remaining masters keep their extra precision."""
         with self.open_pass([[model_array(record.name)] for record in records], "update") as tiles:
             for tile in tiles:
                 master, rows = as_torch(tile.views[0]), records[tile.group].owned()[tile.first : tile.stop]

@@ -171,8 +171,8 @@ class Update:
 
     def drop_prefetched(self) -> None:
         """Free the memory of prefetched state that was not used."""
-        while self._prefetched is not None and self._prefetched.begun:
-            self._prefetched.begun.pop().drop()
+        while self._prefetched is not None and self._prefetched.started:
+            self._prefetched.started.pop().drop()
         self._prefetched = None
 
     def run(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:

@@ -1,19 +1,19 @@
 """Collectives over the rows of many parameters: buckets, reductions of gradients, and replacements of both.
 
 [Note: buckets]
-A bucket is a matrix [world, cols] whose row r has rank r's rows of several parameters side by side, with padding. Larger
+A bucket is a matrix [world, cols] whose row r has rank r's rows of several parameters, concatenated and padded. Larger
 parameters are cut at shard columns. On gloo a bucket has at most 4 Mi elements: larger ones are no faster, and each step
-would fault their pages in again (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
+would fault their pages in again (30 M fp32 parameters at stage 0: a quarter of a step's CPU time).
 
 [Note: the mean]
 On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in fp32, times 1/world, rounded once to the
-type of the exchange: the same bits in any order of arrival, at every stage. An all-reduce adds an all-gather to that; between
-two ranks it is gloo's, in the gradients' own memory, halved after rounding, which gives the same bits: see "The mean of two
+dtype of the exchange: bit-identical in any order of arrival, at every stage. An all-reduce adds an all-gather to that; between
+two ranks it is gloo's, in the gradients' own buffers, halved after rounding, which is bit-identical too: see "The mean of two
 processes" in docs/design/0004-gradients.md. Other backends use their own reduction.
 
 [Note: exchanges]
 By default, units are gathered by all-gathers of their rows, and gradients reduced by reduce-scatters, over all ranks.
-`register` adds replacements, as `engine/extras` does with gathers and reductions in fewer bits.
+`register` adds replacements, as `engine/extras` does with low-precision gathers and reductions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TypeOf = Callable[[ParameterRecord], torch.dtype]
 GridOf = Callable[[ParameterRecord], Grid]
 """How the ranks of a collective divide a parameter."""
 Rows = Callable[[ParameterRecord], torch.Tensor]
-"""Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""
+"""Returns this rank's rows of a parameter with padding, 1-D [shard_numel]."""
 
 _SUM_NUMEL = 64 * 1024
 _MIN_SEPARATE_NUMEL = 64 * 1024
@@ -91,7 +91,7 @@ def plan_buckets(
     align_numel: int = ALIGN_NUMEL,
 ) -> list[Bucket]:
     """Return buckets of at most `limit_numel` elements (or `align_numel` columns) that cover the records in order, each of
-    one type, by default the parameters'. Parameters are cut at multiples of `align_numel` columns."""
+    one dtype, by default the parameters'. Parameters are cut at multiples of `align_numel` columns."""
     limit = max(limit_numel // world_size // align_numel, 1) * align_numel
     buckets: list[Bucket] = []
     segments: list[Segment] = []
@@ -200,20 +200,20 @@ class WireFormat(Protocol):
 
 
 class Gathers(WireFormat, Protocol):
-    """Gathers some parameters in another format than their own type."""
+    """Gathers some parameters in a format other than their own dtype."""
 
     def start(self, world: World, bucket: Bucket, rows: Rows) -> PendingGather:
         """Start gathering a bucket (all ranks, in the same order)."""
 
 
 class Reducer(WireFormat, Protocol):
-    """Reduces some gradients in another format than their own type (stages 2 and 3)."""
+    """Reduces some gradients in a format other than their own dtype (stages 2 and 3)."""
 
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> PendingReduction:
         """Start reducing `matrix` [world, cols] (all ranks, in the same order)."""
 
     def release(self) -> None:
-        """Destroy its process groups, when no reduction is pending."""
+        """Destroy its process groups; no reduction may be pending."""
 
 
 class Replica(Protocol):
@@ -233,7 +233,7 @@ class Replica(Protocol):
         """Return this rank's rows of a parameter, 1-D, followed by padding of undefined values."""
 
     def keep(self, records: Sequence[ParameterRecord]) -> None:
-        """Keep this rank's rows of parameters whose `full` has all values."""
+        """Store this rank's rows of parameters whose `full` has all values."""
 
     def expire(self) -> None:
         """Invalidate the rows of trained parameters, which a step changes."""
@@ -242,11 +242,11 @@ class Replica(Protocol):
         """Invalidate all rows, and free their memory."""
 
     def release(self) -> None:
-        """Destroy its process groups, when no gather is pending; a second call does nothing."""
+        """Destroy its process groups; no gather may be pending. A second call does nothing."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the rows, without padding."""
+        """Bytes of the rows, excluding padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +261,7 @@ class Exchanges:
 
 
 Maker = Callable[[Exchanges, Config, Sharding, World], Exchanges]
-"""Returns the exchanges with its own replacements (all ranks)."""
+"""Returns the exchanges, some of them replaced (all ranks)."""
 
 _makers: list[Maker] = []
 
@@ -281,15 +281,15 @@ def exchanges_of(config: Config, sharding: Sharding, world: World) -> Exchanges:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRules:
-    """How gradients are averaged and wait for the update. The bits depend only on `types` and `exchanges`."""
+    """How gradients are averaged, and where they wait for the update. The bits depend only on `types` and `exchanges`."""
 
     each_backward: bool
     """Reduce gradients in each backward as they arrive, and keep this rank's rows (stages 2 and 3); else keep whole
-    gradients, and reduce them once a step. See [Note: when gradients are reduced]."""
+    gradients, and reduce them once per step. See [Note: when gradients are reduced]."""
     bucket_numel: int
     """Maximum size of one reduction."""
     scatter: bool = True
-    """Send each rank only its rows of a sharded gradient; else all of it. This and `overlap` can be turned off if a
+    """Send each rank only its rows of a sharded gradient; else the whole gradient. This and `overlap` can be turned off if a
     backward has no gathers (stages 1 and 2): otherwise a rank that waits for a reduction could block another's gather."""
     overlap: bool = True
     """Continue while a reduction is pending."""
@@ -299,13 +299,13 @@ class GradientRules:
     spills: bool = False
     """Whether any rank has gradients on disk: all ranks then agree on disk errors before the norm."""
     keeps_rows: bool = True
-    """Keep the rows' memory between steps; else the update frees it."""
+    """Keep the rows' buffers between steps; else the update frees them."""
     exchanges: Exchanges
     squares_at_once: bool = False
     """Sum squares as gradients become final: an update may consume them before the norm is needed."""
 
     def reduced(self, record: ParameterRecord) -> torch.dtype:
-        """Return the type in which a gradient is sent between ranks."""
+        """Return the dtype in which a gradient is sent between ranks."""
         return self.types.reduced(record.dtype)
 
 
@@ -351,7 +351,7 @@ def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
 def _grouped(
     gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int
 ) -> Iterator[tuple[list[torch.Tensor], torch.dtype]]:
-    """Yield groups of pieces of gradients, 1-D, of at most `limit_numel` elements and one type; large ones separately."""
+    """Yield groups of pieces of gradients, 1-D, of at most `limit_numel` elements and one dtype; large ones separately."""
     small: list[torch.Tensor] = []
     remaining, small_dtype = 0, torch.float32
     for gradient, dtype in gradients:
@@ -373,7 +373,7 @@ def _grouped(
 def mean_in_place(
     world: World, gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int, *, overlap: bool
 ) -> int:
-    """Replace gradients, 1-D, with their mean over two ranks, sent in these types; return the overlapped reductions."""
+    """Replace gradients, 1-D, with their mean over two ranks, sent in these dtypes; return how many reductions overlapped."""
     pending: deque[tuple[list[torch.Tensor], torch.Tensor, Work]] = deque()
     overlapped = 0
 
@@ -382,7 +382,7 @@ def mean_in_place(
         work.wait()
         total.mul_(0.5)
         if total is not parts[0]:
-            for part, mean in zip(parts, torch.split(total, [each.numel() for each in parts]), strict=True):
+            for part, mean in zip(parts, torch.split(total, [part.numel() for part in parts]), strict=True):
                 part.copy_(mean)
 
     for parts, dtype in _grouped(gradients, limit_numel):
@@ -424,7 +424,7 @@ class Reductions:
             self._finish_oldest()
 
     def replace(self, values: Mapping[ParameterRecord, torch.Tensor], *, scatter: bool) -> int:
-        """Replace whole gradients, 1-D [numel], of any type, with their mean over ranks (all ranks); with `scatter`, only
+        """Replace whole gradients, 1-D [numel], of any dtype, with their mean over ranks (all ranks); with `scatter`, only
         this rank's rows. Return how many reductions overlapped."""
         overlapped, world, overlap = 0, self._world, self._rules.overlap
         if not scatter:
@@ -488,7 +488,7 @@ class Reductions:
         self._pending.clear()
 
     def release(self) -> None:
-        """Destroy the process groups, when nothing is pending."""
+        """Destroy the process groups; nothing may be pending."""
         if self._rules.each_backward:
             self._world.release()
         if self._rules.exchanges.reducer is not None:

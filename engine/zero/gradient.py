@@ -29,16 +29,16 @@ from .norm import SumOfSquares, begin_squares
 from .spill import GradientSpill
 
 _ALIGN_NUMEL = 64
-"""Each gradient of a unit begins at a multiple of this many elements in their host memory."""
+"""Each gradient of a unit begins at a multiple of this many elements in the unit's host buffer."""
 
 
 class GradientState(Enum):
     """State of a gradient within its step. See [Note: the life of a gradient]."""
 
     EMPTY = "empty"
-    """No value of this step was sent yet."""
+    """No value of this step has been sent yet."""
     HELD = "held"
-    """Values of this step are held, or being copied to where they are."""
+    """Values of this step are in memory or on disk, or being copied there."""
     FINAL = "final"
     """Nothing more will be added in this step."""
 
@@ -57,7 +57,7 @@ class BackwardPhase(Enum):
 
 
 class GradientStep:
-    """The phase of a step for all gradients, their types, and their copies to host memory. Used from one thread at a time."""
+    """The phase of a step for all gradients, their dtypes, and their copies to host memory. Used from one thread at a time."""
 
     def __init__(
         self,
@@ -77,21 +77,21 @@ class GradientStep:
         self.order_is_agreed = False
         """Whether a first backward has completed, so the number and order of arrivals per gradient are known."""
         self.arrives_in_parts = True
-        """Whether a gradient may arrive in several parts before that is known."""
+        """Whether a gradient may arrive in several parts before the order is agreed."""
         self.on_final: Callable[[Sequence[ParameterRecord]], None] | None = None
         """Called with the records whose gradients are complete in the last backward of a step, one unit at a time."""
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
-        """Returns the parameters averaged across ranks in this step; the others stay local. None: all."""
+        """Returns the parameters averaged across ranks in this step; the rest stay local. None: all of them."""
         self._dtypes = dtypes
         self._d2h = D2HQueue(transfers)
-        self._rooms: dict[tuple[Gradient, torch.dtype], torch.Tensor] = {}
-        """Host memory for gradients of this step, allocated with that of their unit and not used yet."""
+        self._host_buffers: dict[tuple[Gradient, torch.dtype], torch.Tensor] = {}
+        """Host buffers for gradients of this step, allocated with their unit's and not used yet."""
         self.unsquared: dict[Gradient, torch.Tensor] = {}
         """Gradients whose squared norm has not been launched yet, with the values to use."""
         self.final: list[Gradient] = []
         """Gradients to pass to `on_final`."""
         self.reset()
-        self._note_types()
+        self._update_dtypes()
 
     def reset(self) -> None:
         """Start a step; discard pending copies after they stop writing."""
@@ -101,23 +101,23 @@ class GradientStep:
         """Whether the last backward of this step has begun."""
         self.phase = self.after_backward
         self._d2h.drop()
-        self._rooms.clear()
+        self._host_buffers.clear()
         self.unsquared.clear()
         self.final.clear()
 
     def host_rows(self, gradient: Gradient, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory for this rank's rows of a gradient: part of one allocation for all gradients of its unit that wait
-        for the update there. On a device that is the host, and for gradients spilled to disk, each has its own."""
+        """Return a host buffer for this rank's rows of a gradient: part of one allocation for all gradients of its unit that
+        wait for the update there. If the device is the host, or the gradient is spilled to disk, it has its own allocation."""
         record, spilled = gradient.record, self.spill or ()
         if self.transfers.streams.device_is_host or record in spilled:
             return self.transfers.empty_host(record.owned_numel, dtype)
-        if (gradient, dtype) not in self._rooms:
+        if (gradient, dtype) not in self._host_buffers:
             in_memory = (g for g in gradient.unit if g.record in self.rules.to_host and g.record not in spilled)
             unit = [g for g in in_memory if g.record.dtype == record.dtype]
             sizes = [size for g in unit for size in (g.record.owned_numel, -g.record.owned_numel % _ALIGN_NUMEL)]
-            room = self.transfers.empty_host(sum(sizes), dtype, unit[0].record.name)
-            self._rooms.update(zip([(g, dtype) for g in unit], room.split_with_sizes(sizes)[::2], strict=True))
-        return self._rooms.pop((gradient, dtype))
+            buffer = self.transfers.empty_host(sum(sizes), dtype, unit[0].record.name)
+            self._host_buffers.update(zip([(g, dtype) for g in unit], buffer.split_with_sizes(sizes)[::2], strict=True))
+        return self._host_buffers.pop((gradient, dtype))
 
     def put(self, gradient: Gradient, rows: torch.Tensor, part: torch.Tensor, dtype: torch.dtype | None) -> None:
         """Store `part` in `rows`: immediately if they are on the same device, else asynchronously, once `send` is called."""
@@ -140,7 +140,7 @@ class GradientStep:
             return
         if self.spill is not None and any(gradient.record in self.spill for gradient in final):
             self.spill.finish()
-        if self.spill is None or self.spill.lost is None:
+        if self.spill is None or self.spill.error is None:
             self.on_final([gradient.record for gradient in final])
 
     def _begin_squares(self) -> None:
@@ -156,21 +156,21 @@ class GradientStep:
         self.send()
 
     def start_backward(self, *, last: bool) -> None:
-        """Begin a backward, the `last` of the step or not."""
+        """Begin a backward; `last` says whether it is the last of the step."""
         self.backwards, self.last = self.backwards + 1, last
-        self._note_types()
+        self._update_dtypes()
         self.phase = BackwardPhase.RUNNING
 
-    def _note_types(self) -> None:
+    def _update_dtypes(self) -> None:
         several, type_of = self.backwards > 1, self.rules.types.accumulated
         self.sum_dtypes = {dtype: type_of(dtype, several=several) for dtype in self._dtypes}
-        """Type of the sum up to the current backward, by parameter type."""
+        """Dtype of the sum up to the current backward, by parameter dtype."""
         self.step_dtypes = {dtype: type_of(dtype, several=several or not self.last) for dtype in self._dtypes}
-        """Type of the sum over the step, by parameter type, as far as the number of backwards is known."""
+        """Dtype of the sum over the step, by parameter dtype, given the number of backwards known so far."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether whole gradients are held, and averaged if there are several ranks."""
+        """Whether this rank has whole gradients, averaged if there are several ranks."""
         return not self.rules.each_backward and self.phase is BackwardPhase.AVERAGED and self.averaged is None
 
 
@@ -181,15 +181,15 @@ class Gradient:
         self.record = record
         self.state = GradientState.EMPTY
         self.is_agreed = False
-        """Whether any rank had it in a backward of this step (while sums are local: whether this rank had)."""
+        """Whether any rank had it in a backward of this step (while sums are local: whether this rank did)."""
         self.is_taken = step.rules.each_backward
-        """Whether the engine accumulates it, and not autograd."""
+        """Whether the engine, not autograd, accumulates it."""
         self.num_arrivals = 0
         """Arrivals, of all or part of it, in this backward."""
         self.expected = 1
         """Arrivals in the previous backward; at least 1 if any rank had it."""
         self.segments_left = 0
-        """Segments that were sent and are not in `values` yet."""
+        """Segments that were sent but are not in `values` yet."""
         self.values: torch.Tensor | None = None
         """This rank's rows, 1-D, or the full gradient in the parameter's shape; None if not allocated yet, on disk, or taken by
         an update."""
@@ -243,8 +243,8 @@ class Gradient:
         self._count_segment()
 
     def _allocate(self, part: torch.Tensor, *, add: bool) -> torch.Tensor:
-        """Return memory for the values, on the tier on which they wait for the update, wide enough for `part`, or, to `add` it,
-        for the sum; it has the current values if they are kept."""
+        """Return a buffer for the values, on the tier on which they wait for the update, with a dtype wide enough for `part`
+        or, to `add` it, for the sum; if it adds, the buffer has the current values."""
         record, current = self.record, self.values
         dtype = self._step.step_dtypes[record.dtype] if self._spill is None else part.dtype
         if add:
@@ -289,7 +289,7 @@ class Gradient:
         step.final.append(self)
 
     def owned(self) -> torch.Tensor | None:
-        """Return this rank's rows, 1-D, or a copy of the rows on disk; None without any."""
+        """Return this rank's rows, 1-D, or a copy of the rows on disk; None if there are none."""
         return self._rows_of(self.values) if self._spill is None else self._spill.owned(self.record)
 
     def _rows_of(self, values: torch.Tensor | None) -> torch.Tensor | None:
@@ -307,14 +307,14 @@ class Gradient:
         return rows
 
     def set_full(self, values: torch.Tensor) -> None:
-        """Use `values`, the full gradient, as that of this step."""
+        """Use `values`, a full gradient, as this step's."""
         self.values, self.state, self.is_agreed = values, GradientState.HELD, True
 
     def replace(self, full: torch.Tensor) -> None:
-        """Replace this step's values by `full`, 1-D [numel]."""
+        """Replace this step's values with `full`, 1-D [numel]."""
         if self._spill is not None:
             raise UsageError(
-                f"the gradient of parameter {self.record.name!r} waits on disk and cannot be set: keep offload_optimizer in "
+                f"the gradient of parameter {self.record.name!r} is on disk and cannot be set: keep offload_optimizer in "
                 'host memory ("device": "cpu"), or change the loss'
             )
         values = full[slice(*self.record.owned_range)] if self._step.rules.each_backward else full
@@ -325,7 +325,7 @@ class Gradient:
             self._step.send()
 
     def squares(self, others: Iterable[Gradient]) -> float | None:
-        """Return the rows' sum of squares; None if it was not launched. The host waits once for it and for all `others`."""
+        """Return the rows' sum of squares; None if it was not launched. A single wait also completes those of `others`."""
         if self._spill is not None:
             return self._spill.squares(self.record)
         if self.sum_of_squares is None:
@@ -352,8 +352,8 @@ class Arrivals:
             for gradient in unit:
                 gradient.unit = unit
         self._order: Sequence[int] = range(len(self._units))
-        """Numbers of the units, in reduction order."""
-        self.unit_of = {gradient: number for number, unit in enumerate(self._units) for gradient in unit}
+        """Indices of the units, in reduction order."""
+        self.unit_of = {gradient: index for index, unit in enumerate(self._units) for gradient in unit}
         self.num_due = [0] * len(self._units)
         """Expected gradients of each unit that have not arrived as often as expected."""
         self._step = step
@@ -366,19 +366,19 @@ class Arrivals:
 
     @property
     def units(self) -> list[list[Gradient]]:
-        """The gradients that are reduced together, in the order in which they are."""
-        return [self._units[number] for number in self._order]
+        """The gradients that are reduced together, in the order of reduction."""
+        return [self._units[index] for index in self._order]
 
     def start(self) -> None:
         """Prepare for a backward."""
         self.num_sent, self.last_unit = 0, None
         self._arrived.clear()
-        for number, unit in enumerate(self._units):
-            self.num_due[number] = sum(gradient.expected > 0 for gradient in unit)
+        for index, unit in enumerate(self._units):
+            self.num_due[index] = sum(gradient.expected > 0 for gradient in unit)
             for gradient in unit:
                 gradient.num_arrivals = 0
 
-    def note(self, gradient: Gradient) -> bool:
+    def count(self, gradient: Gradient) -> bool:
         """Count the arrival of a gradient, or a part of it; return whether it has arrived as often as expected."""
         gradient.num_arrivals += 1
         if gradient.num_arrivals == gradient.expected:
@@ -396,14 +396,14 @@ class Arrivals:
     def agree_on_order(self, world: World) -> None:
         """Use the order in which rank 0's units were completed in this backward (all ranks)."""
         complete = dict.fromkeys(self.unit_of[gradient] for gradient in reversed(self._arrived))
-        numbers: list[int] = world.broadcast_object(list(reversed(complete)))
-        self._order = list(dict.fromkeys((*numbers, *self._order)))
+        indices: list[int] = world.broadcast_object(list(reversed(complete)))
+        self._order = list(dict.fromkeys((*indices, *self._order)))
         self._step.order_is_agreed = True
 
 
 class _Hooks(dict[int, Callable[[torch.Tensor], object]]):
-    """The post-accumulate hooks of a parameter. The engine's hook stays last, so that others see the gradient before it is
-    taken."""
+    """The post-accumulate hooks of a parameter. The engine's hook stays last, so that other hooks see the gradient before
+    it is taken."""
 
     ENGINE = -1
 
@@ -416,7 +416,7 @@ class _Hooks(dict[int, Callable[[torch.Tensor], object]]):
 
 def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> Callable[[], object]:
     """Call the method `arrived` with the record whenever autograd has accumulated its gradient. The references are weak, since
-    the garbage collector cannot see those of autograd's hooks. Return the function that removes the hook."""
+    the garbage collector cannot see references held by autograd's hooks. Return the function that removes the hook."""
     weak_method, weak_record, parameter = (
         weakref.WeakMethod(arrived),
         weakref.ref(record),

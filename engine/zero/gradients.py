@@ -123,7 +123,7 @@ class Gradients:
             )
         if self.step.phase is not BackwardPhase.RUNNING or not gradient.is_taken:
             return
-        is_complete = self._arrivals.note(gradient)
+        is_complete = self._arrivals.count(gradient)
         if self._reductions is not None and self.rules.each_backward:
             for gradients in self._arrivals.ready():
                 self._reduce_rows(gradients, self._reductions)

@@ -12,7 +12,7 @@ same modules in the same order.
 [Note: stray reads]
 A forward, or recomputation in a backward, may read a parameter of a released unit, as in `F.linear(x, self.embed.weight)` or a
 penalty over `self.parameters()`: its class reports the operation (`ReleasedParameter`). The unit is gathered until the end of
-that forward and again for the whole backward, if all such units and one more fit in the budget of live parameters. Otherwise
+that forward and again for the whole backward, if all such units and one more fit into the live-parameter budget. Otherwise
 it is gathered for that operation only, and again before its nodes in the backward, unless the output shares its memory.
 """
 
@@ -41,7 +41,7 @@ class Phase(Enum):
     FORWARD = "forward"
     """A forward that a backward may follow."""
     INFERENCE = "inference"
-    """A forward without a backward: an iteration of its own."""
+    """A forward without a backward: a separate iteration."""
     BACKWARD = "backward"
     """Recomputation in a backward."""
 
@@ -80,7 +80,7 @@ class UnitHooks:
         ]
 
     def add_handles(self, handles: Iterable[RemovableHandle]) -> None:
-        """Treat other hooks of the engine on the same modules like these hooks."""
+        """Treat the engine's other hooks on the same modules like these hooks."""
         self._handles += handles
 
     @property
@@ -92,9 +92,9 @@ class UnitHooks:
         """Make torch.compile break its graphs at these hooks, whose state must be neither traced nor guarded."""
         ids = self.hook_ids
         for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
-            for number in ids.intersection(hooks):
-                if isinstance(hook := hooks[number], ModuleHook):  # otherwise it is disabled already
-                    hooks[number] = torch.compiler.disable(hook.__call__)  # type: ignore[no-untyped-call]
+            for hook_id in ids.intersection(hooks):
+                if isinstance(hook := hooks[hook_id], ModuleHook):  # otherwise it is disabled already
+                    hooks[hook_id] = torch.compiler.disable(hook.__call__)  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._open_modules.append(module)
@@ -114,7 +114,7 @@ class UnitHooks:
             self._end_reads()
             phase, self._phase = self._phase, Phase.FORWARD
             if output is None:
-                # A forward that raised has no output; its order is not recorded, and other ranks may be at another unit.
+                # A forward that raised has no output; its order is not recorded, and other ranks may be at a different unit.
                 for unit in [unit for unit in self.units.in_use if unit not in self._in_use_before]:
                     self.units.reshard(unit)
                 self.units.end(failed=True)
@@ -174,7 +174,7 @@ class UnitHooks:
         if not (running or self._open_modules or self._phase is Phase.BACKWARD):
             raise record.no_values_error(func)
         unit = self.units.values[record].units[0]
-        fits = self.units.have_room_for_stray(unit)
+        fits = self.units.has_room_for_stray(unit)
         # The backward of one operation may need all of its units at once.
         unit.called_within.update(running, self._gathered_for_read)
         self.units.unshard(unit)
@@ -204,8 +204,8 @@ class UnitHooks:
     def _watch(self, unit: ShardedUnit, output: Any, inputs: _Inputs) -> bool:
         """Gather the unit before the backward of these outputs; return False if they have no tensor.
 
-        A tensor that the module returns and that is among its `inputs`, like the position bias in T5's blocks, is
-        another unit's output: its gradient arrives after this unit's nodes have run.
+        A returned tensor that is among the module's `inputs`, like the position bias in T5's blocks, is a different
+        unit's output: its gradient arrives after this unit's nodes have run.
         """
         has_tensors = False
         for tensor in tensors_in(output):
@@ -249,7 +249,7 @@ class UnitHooks:
                     self.units.reshard(unit)
 
     def end_backward(self, *, training_follows: bool = False) -> None:
-        """Release all units (called by the engine on all ranks). `training_follows`: the backward that trains is next."""
+        """Release all units (called by the engine on all ranks). `training_follows`: the training backward comes next."""
         self._release_all()
         if not training_follows:
             self._change_reads({StrayRead.FOR_BACKWARD: StrayRead.AFTER_BACKWARD})
@@ -277,8 +277,8 @@ class UnitHooks:
 
 
 def _nested(unit: ShardedUnit, other: ShardedUnit) -> bool:
-    """Return whether one of the units is nested in the other, or was called in it: then the hook of one does not imply
-    that the nodes of the other have run. If they share an output, the inner unit's hook runs first."""
+    """Return whether one of the units is nested in the other, or was called in it: then one unit's hook does not imply
+    that the other's nodes have run. If they share an output, the inner unit's hook runs first."""
     if other in unit.called_within or unit in other.called_within:
         return True
     return unit.unit.modules[0] in other.inner or other.unit.modules[0] in unit.inner
@@ -307,7 +307,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
 
 
 class ModuleHook:
-    """A hook of a module; copies and pickles of the module have a hook that does nothing in its place."""
+    """A hook of a module; in copies and pickles of the module, a hook that does nothing replaces it."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

@@ -1,14 +1,14 @@
-"""The global norm of the gradients, the same bits at every stage, tier and number of threads.
+"""The global norm of the gradients, bit-identical at every stage, on every tier and with any number of threads.
 
 [Note: the order of sums]
 A shard's elements are taken in flat order: cast to fp32, and the 2-norm of each row of 4,096 is taken in fp32 (the last row
 may be shorter); the squares of the rows' norms are added in fp64, one after another. A parameter's sum adds those of its
-shards in rank order; the total adds parameters in the order of their names. The bits of a norm over more than a row would
+shards in rank order; the total adds parameters in the order of their names. The bits of a norm over more than one row would
 depend on the number of threads. torch computes the norms of fp32 rows in one pass without a temporary; its fp32 norm of
 16-bit rows is many times slower than a cast, so those are cast first, in tiles that stay in cache.
 
 On a device that is not the host the 2-norm of each shard is taken in fp32 by torch's kernel for lists of tensors, in
-pieces whose number and place depend on the shard alone: other tensors in the list do not change its bits. The host reads
+pieces whose number and position depend on the shard alone: other tensors in the list do not change its bits. The host reads
 all norms at once, since each read waits for the device, and squares them in fp64.
 """
 
@@ -29,7 +29,7 @@ _TILE_ROWS = 128
 
 
 def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
-    """Return the sum of squares of each shard's elements, 1-D of any floating type. See [Note: the order of sums]."""
+    """Return the sum of squares of each shard's elements, 1-D of any floating-point dtype. See [Note: the order of sums]."""
     on_device = [values for values in shards if not values.is_cpu]
     device_sums = iter([norm * norm for norm in torch.stack(device_norms(on_device)).tolist()] if on_device else ())
     host_sums = iter(_sums_on_host([values for values in shards if values.is_cpu]))
@@ -38,13 +38,13 @@ def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
 
 @dataclass(eq=False, repr=False)
 class SumOfSquares:
-    """The pending sum of squares of a shard, from `begin_squares`; for any thread, before values on the host change."""
+    """The pending sum of squares of a shard, from `begin_squares`. Any thread may read it, before values on the host change."""
 
     _transfers: Transfers
     _values: torch.Tensor | None
     """Elements in host memory."""
     _norm: torch.Tensor | Copy | None = None
-    """The norm of values on a device, or the copy of several norms, of which it is number `_index`."""
+    """The norm of values on a device, or the copy of several norms, of which it has index `_index`."""
     _index: int = 0
     _sum: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -56,9 +56,9 @@ class SumOfSquares:
                 norm = self._transfers.finish(self._norm)[self._index].item()
                 self._sum, self._norm = norm * norm, None
             elif self._norm is not None:
-                pending = {each: each._norm for each in (self, *others) if isinstance(each._norm, torch.Tensor)}
-                for each, norm in zip(pending, torch.stack([*pending.values()]).tolist(), strict=True):
-                    each._sum, each._norm = norm * norm, None
+                pending = {sums: sums._norm for sums in (self, *others) if isinstance(sums._norm, torch.Tensor)}
+                for sums, norm in zip(pending, torch.stack([*pending.values()]).tolist(), strict=True):
+                    sums._sum, sums._norm = norm * norm, None
             elif self._values is not None:
                 (self._sum,), self._values = sums_of_squares([self._values]), None
         return self._sum
@@ -66,7 +66,7 @@ class SumOfSquares:
 
 def begin_squares(shards: Sequence[torch.Tensor], transfers: Transfers, *, one_by_one: bool) -> list[SumOfSquares]:
     """Start summing the squares of each shard's elements: asynchronously on a device other than the host, on demand on
-    the host. With `one_by_one`, any thread may ask for each of the sums; else only one thread."""
+    the host. With `one_by_one`, any thread may read any of the sums; else only one thread may."""
     on_device = [values for values in shards if values.device.type != "cpu"]
     norms = device_norms(on_device)
     copy = None
@@ -95,23 +95,23 @@ def _sums_of_large(shards: Sequence[torch.Tensor]) -> list[float]:
     threads = threads_for([values.numel() for values in shards])
     numel = tile_numel(threads)
     scratch, tiles = Scratch(), [torch.split(values, numel) for values in shards]
-    norms: list[list[list[float]]] = [[[] for _ in each] for each in tiles]
+    norms: list[list[list[float]]] = [[[] for _ in shard_tiles] for shard_tiles in tiles]
 
-    def take(place: tuple[int, int]) -> None:
-        shard, number = place
-        tile = tiles[shard][number]
+    def take(position: tuple[int, int]) -> None:
+        shard, index = position
+        tile = tiles[shard][index]
         if tile.dtype != torch.float32:
             tile = scratch.take("tile", tile, torch.float32).copy_(tile)
-        norms[shard][number] = _row_norms(tile)
+        norms[shard][index] = _row_norms(tile)
 
-    places = ((shard, number) for shard, each in enumerate(tiles) for number in range(len(each)))
+    positions = ((shard, index) for shard, shard_tiles in enumerate(tiles) for index in range(len(shard_tiles)))
     with one_thread(torch.get_num_threads() <= 2):  # torch's threads would spin, and delay the prefetch
-        side_by_side(take, places, threads)
-    return [_sum_of_squares(norm for tile in each for norm in tile) for each in norms]
+        side_by_side(take, positions, threads)
+    return [_sum_of_squares(norm for tile in shard_norms for norm in tile) for shard_norms in norms]
 
 
 def _sum_of_squares(norms: Iterable[float]) -> float:
-    total = 0.0  # not sum(), which from Python 3.12 on gives other bits
+    total = 0.0  # not sum(), whose bits differ from Python 3.12 on
     for norm in norms:
         total += norm * norm
     return total
@@ -129,17 +129,17 @@ def _row_norms(tile: torch.Tensor) -> list[float]:
 
 
 def device_norms(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the 2-norm of each shard, 1-D of any floating type and all on one device, in fp32 on that device.
+    """Return the 2-norm of each shard, 1-D of any floating-point dtype and all on one device, in fp32 on that device.
 
-    Each has the same bits as if computed alone: torch's kernel gets lists of one type and of aligned addresses, on which
-    the values that each of its threads takes depend.
+    Each is bit-identical to the norm computed alone: torch's kernel gets lists of one dtype and of aligned addresses,
+    since those determine which values each of its threads takes.
     """
     norms: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(values.dtype for values in shards):
-        numbers = [number for number, values in enumerate(shards) if values.dtype == dtype]
-        aligned = [v if v.data_ptr() % 16 == 0 else v.clone() for v in map(shards.__getitem__, numbers)]
-        norms |= zip(numbers, torch._foreach_norm(aligned, 2, torch.float32), strict=True)
-    return [norms[number] for number in range(len(shards))]
+        indices = [index for index, values in enumerate(shards) if values.dtype == dtype]
+        aligned = [v if v.data_ptr() % 16 == 0 else v.clone() for v in map(shards.__getitem__, indices)]
+        norms |= zip(indices, torch._foreach_norm(aligned, 2, torch.float32), strict=True)
+    return [norms[index] for index in range(len(shards))]
 
 
 def norm_of(sums: Iterable[tuple[str, Sequence[float], float]]) -> float:
@@ -154,8 +154,8 @@ def norm_of(sums: Iterable[tuple[str, Sequence[float], float]]) -> float:
 
 
 def scale_factor(norm: float, clip: float, loss_scale: float) -> float:
-    """Return the factor of the gradients, applied once, in fp32: 1 / loss scale, and with a positive `clip` the factor
-    that brings a larger norm down to it.
+    """Return the factor by which gradients are multiplied, once, in fp32: 1 / loss scale and, with a positive `clip`, the
+    factor that scales a larger norm down to it.
 
     `norm` is the norm of the unscaled gradients. If it is not finite the factor is 0 or NaN, as in torch's clip_grad_norm_.
     """

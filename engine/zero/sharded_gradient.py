@@ -2,14 +2,14 @@
 
 [Note: gradients between backward and step]
 Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None.
-If a rank has all of the mean over ranks in the parameter's own type, without a loss scale, `.grad` is that tensor: the
+If a rank has the whole mean over ranks in the parameter's own dtype, without a loss scale, `.grad` is that tensor: the
 step uses the tensor that a training loop reads and writes there, and does not update a parameter whose `.grad` the loop has
 set to None. The last backward of a step averages over ranks; before it, ranks do not have the mean.
 
-Otherwise `.grad` is a `ShardedGradient`, which has the parameter's shape, type and device, and no memory. Its 2-norm is the
-whole mean gradient's, unscaled, and multiplying it in place by a number scales that gradient, so that
-`torch.nn.utils.clip_grad_norm_` clips. All else raises. The first norm is taken by all ranks, in that call or in their
-`step()`; it ends the accumulation.
+Otherwise `.grad` is a `ShardedGradient`, which has the parameter's shape, dtype and device, but no storage. Its 2-norm is that
+of the whole mean gradient, unscaled, and multiplying it in place by a number scales that gradient, so
+`torch.nn.utils.clip_grad_norm_` works. Every other operation raises. All ranks compute the first norm, in that call or in
+their `step()`; it ends the accumulation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GradientOwner(Protocol):
 
 
 class ShardedGradient(torch.Tensor):
-    """A gradient without memory. See [Note: gradients between backward and step]."""
+    """A gradient without storage. See [Note: gradients between backward and step]."""
 
     record: ParameterRecord
     owner: GradientOwner
@@ -46,11 +46,11 @@ class ShardedGradient(torch.Tensor):
     @staticmethod
     def of(record: ParameterRecord, owner: GradientOwner) -> ShardedGradient:
         """Return the placeholder of a parameter's gradient."""
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+        placeholder: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             ShardedGradient, record.shape, dtype=record.dtype, device=record.full.device
         )
-        made.record, made.owner = record, owner
-        return made
+        placeholder.record, placeholder.owner = record, owner
+        return placeholder
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -58,7 +58,7 @@ class ShardedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation that a gradient without memory allows. Raises UsageError for any other."""
+        """Run an operation that a gradient without storage allows. Raises UsageError for any other."""
         handler = _HANDLERS.get(func)
         result = None if handler is None else handler(*args, **(kwargs or {}))
         if result is None:
@@ -73,7 +73,7 @@ def _refusal(func: Any, args: Sequence[Any]) -> str:
     flat = [value for arg in args for value in (arg if isinstance(arg, list | tuple) else [arg])]
     name = next((repr(value.record.name) for value in flat if isinstance(value, ShardedGradient)), "NAME")
     return (
-        f"{func} on the gradient of parameter {name}: this rank does not have it as one tensor of the parameter's type, so "
+        f"{func} on the gradient of parameter {name}: this rank does not have it as one tensor of the parameter's dtype, so "
         ".grad gives only its 2-norm, and can only be multiplied by a number (as torch.nn.utils.clip_grad_norm_ does). Read it "
         f"with engine.get_gradient({name}) on all ranks; to change it, change the loss, or train at stage 0 without offload in "
         "fp32"
@@ -92,7 +92,7 @@ def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> Any:
 
 
 def _factor(gradient: Any, factor: Any) -> float | None:
-    """Return a factor of a gradient without memory as a number; None for any other operand."""
+    """Return a factor of a gradient without storage as a number; None for any other operand."""
     if not isinstance(gradient, ShardedGradient) or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
         return None
     return float(factor)
@@ -116,7 +116,7 @@ def _zero(gradient: Any) -> Any:
     return gradient
 
 
-def _each(gradients: Sequence[Any], factors: Any) -> Any:
+def _mul_all(gradients: Sequence[Any], factors: Any) -> Any:
     listed = list(factors) if isinstance(factors, list | tuple) else [factors] * len(gradients)
     numbers = [_factor(gradient, factor) for gradient, factor in zip(gradients, listed, strict=True)]
     return None if None in numbers else list(map(_mul, gradients, numbers))
@@ -132,8 +132,8 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     _aten.div_.Scalar: _div,
     _aten.zero_.default: _zero,
     _aten._foreach_zero_.default: lambda gradients: list(map(_zero, gradients)),
-    _aten._foreach_mul_.Scalar: _each,
-    _aten._foreach_mul_.ScalarList: _each,
-    _aten._foreach_mul_.Tensor: _each,
+    _aten._foreach_mul_.Scalar: _mul_all,
+    _aten._foreach_mul_.ScalarList: _mul_all,
+    _aten._foreach_mul_.Tensor: _mul_all,
 }
 """Handlers by operation; if a handler returns None, the operation is not allowed with these arguments."""

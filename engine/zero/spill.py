@@ -1,8 +1,8 @@
-"""Gradients that wait for the update on disk, if the host budget cannot hold them.
+"""Gradients that wait for the update on disk if they do not fit into the host budget.
 
 One thread writes them during the backward, with a bound on pending bytes. To accumulate, it reads a gradient, adds to it
-and writes it again; it sums the squares while the rows are in memory. An array has the planned type; if a step turns out to
-accumulate in a wider one, a wider array replaces it for good.
+and writes it again; it sums the squares while the rows are in memory. An array has the planned dtype; if a step turns out to
+accumulate in a wider one, a wider array permanently replaces it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_PENDING_BYTES = 64 * 1024 * 1024
 
 
 class GradientSpill:
-    """Rows of gradients on disk, used from one thread; `arrays` has each record's array; a wider one may replace it."""
+    """Rows of gradients on disk, used from one thread; `arrays` has each record's array, which a wider one may replace."""
 
     def __init__(self, store: Store, arrays: MutableMapping[ParameterRecord, str], transfers: Transfers) -> None:
         self._store = store
@@ -40,8 +40,8 @@ class GradientSpill:
         """Records with a gradient in this step."""
         self._squares: dict[ParameterRecord, float | SumOfSquares] = {}
         """The sum of squares of each written gradient."""
-        self.lost: Exception | None = None
-        """The error because of which a gradient of this step is not on disk, if raised within `keeping_error`."""
+        self.error: Exception | None = None
+        """The error that kept a gradient of this step from being written, if raised within `keeping_error`."""
 
     def __contains__(self, record: ParameterRecord) -> bool:
         return record in self._arrays
@@ -49,7 +49,7 @@ class GradientSpill:
     def add(
         self, record: ParameterRecord, rows: torch.Tensor, total: torch.dtype, squares: SumOfSquares | None = None
     ) -> None:
-        """Add `rows`, 1-D, to the rows of this step, rounded to `total`; takes ownership of them.
+        """Add `rows`, 1-D, to this step's rows, rounded to `total`; takes ownership of them.
 
         `squares` is their sum of squares, if it has been started. May raise the error of an earlier write.
         """
@@ -110,26 +110,26 @@ class GradientSpill:
 
     @contextmanager
     def keeping_error(self) -> Iterator[None]:
-        """Store an error of the block in `lost`: in a backward only this rank has it, and the others continue."""
+        """Store an error of the block in `error`: in a backward only this rank has it, and the others continue."""
         try:
             yield
         except Exception as error:
-            error.add_note("This happened to a gradient that waits on disk for the update.")
-            self.lost = self.lost or error
+            error.add_note("This happened while a gradient was being spilled to disk to wait for the update.")
+            self.error = self.error or error
 
     def finish(self) -> Exception | None:
-        """Wait until everything is on disk; return the error because of which a gradient of this step is not."""
+        """Wait until everything is on disk; return the error that kept a gradient of this step from being written."""
         with self.keeping_error():
             self.drain()
-        return self.lost
+        return self.error
 
     def squares(self, record: ParameterRecord) -> float | None:
         """Return the sum of squares of a gradient of this step, if it has one."""
-        found = self._squares.get(record)
-        return found.value() if isinstance(found, SumOfSquares) else found
+        squares = self._squares.get(record)
+        return squares.value() if isinstance(squares, SumOfSquares) else squares
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return a copy of the rows of this step, 1-D; None if there are none."""
+        """Return a copy of this step's rows, 1-D; None if there are none."""
         if record not in self._present:
             return None
         self.drain()
@@ -139,10 +139,10 @@ class GradientSpill:
         """Forget this step's gradients, and errors of their writes."""
         while self._pending:
             self._pending.popleft()[0].error()
-        self.lost = None
+        self.error = None
         self._present.clear()
         self._squares.clear()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._workers.close()

@@ -1,9 +1,9 @@
 """Gathering, keeping and prefetching of units, as directed by the hooks.
 
 [Note: values for a caller]
-`gather` materializes parameters for code outside the modules (`zstore.gather`), until `ungather`. The values live in
-separate memory, kept alive by any view of them; units treat them as already gathered. Earlier graphs saved the
-parameter's own memory, which is filled for a backward that runs in between.
+`gather` materializes parameters for code outside the modules (`zstore.gather`), until `ungather`. The values are in
+a separate buffer, kept alive by any view of them; units treat them as already gathered. Earlier graphs saved the
+parameter's own buffer, which is filled for a backward that runs in between.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class UnitStatistics:
     """Counters of gathers since the start."""
 
     taken: int = 0
-    """Times that a unit was needed."""
+    """How many times a unit was needed."""
     gathered_ahead: int = 0
     """How many of these found their gather already started."""
     kept: int = 0
@@ -85,7 +85,7 @@ class StrayRead(Enum):
     FOR_BACKWARD = "for backward"
     """In a forward whose backward is pending, or in a backward: the whole backward needs the unit."""
     AFTER_BACKWARD = "after backward"
-    """As FOR_BACKWARD, with the backward over: a second one needs the unit, the next training forward does not."""
+    """As FOR_BACKWARD, but the backward is over: a second one needs the unit, the next training forward does not."""
 
 
 @dataclass(eq=False)
@@ -135,16 +135,16 @@ class GatheredValues:
     callers: int = 0
     """Number of callers that use them. See [Note: values for a caller]."""
     own_memory: torch.Tensor | None = field(default=None, repr=False)
-    """The parameter's own memory, while a caller's memory holds the values."""
+    """The parameter's own buffer, while a caller's buffer has the values."""
     is_gathered: bool = False
     fetch: Fetch | None = None
     """The pending gather that fills them."""
     stuck: Fetch | None = None
-    """A gather that may never complete: the memory that it writes to must not be freed."""
+    """A gather that may never complete: the buffer that it writes to must not be freed."""
 
 
 class ShardedUnits:
-    """Manages the gathered memory of all units; at first no unit is gathered."""
+    """Manages the gathered values of all units; initially no unit is gathered."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class ShardedUnits:
         self.all = tuple(ShardedUnit(unit, number) for number, unit in enumerate(units))
         """All units, in the order of the model."""
         self.in_use: list[ShardedUnit] = []
-        """Units in use, in the order in which they were gathered."""
+        """Units in use, in the order of their gathers."""
         self.values: dict[ParameterRecord, GatheredValues] = {}
         for unit in self.all:
             for record in unit.records:
@@ -220,7 +220,7 @@ class ShardedUnits:
         return [Use(unit, last) for unit, last in all_uses[0]]
 
     def invalidate(self, *, by_step: bool = False) -> None:
-        """Release values that are about to change: all, or with `by_step` those of trained parameters (all ranks)."""
+        """Release values that are about to change: all of them or, with `by_step`, those of trained parameters (all ranks)."""
         self.release_idle()
         self._wait_for_reads()
         replica = self.fetcher.replica
@@ -230,7 +230,7 @@ class ShardedUnits:
             replica.free()
 
     def _wait_for_reads(self) -> None:
-        """Wait until no fetch reads the store's memory; every fetch has been finished or dropped before."""
+        """Wait until no fetch reads the store's memory; every fetch has already been finished or dropped."""
         last, self.fetcher.last_copy = self.fetcher.last_copy, None
         if last is not None:
             last.wait()
@@ -249,14 +249,14 @@ class ShardedUnits:
         """Gather the unit for a use (all ranks, in one order)."""
         self._world.watch.activity.unit = unit.unit.name
         with labelled("unshard", unit.unit.name):
-            number = self._recorder.begin_use(unit.number)
-            follows = self._recorder.on_schedule
+            use = self._recorder.begin_use(unit.number)
+            on_schedule = self._recorder.on_schedule
             previous = unit.state
             if previous is UnitState.RELEASED:
                 self._start(unit, ahead=False)
                 self._send(unit)
-            if follows:
-                self._read_slots(number + 1)
+            if on_schedule:
+                self._read_slots(use + 1)
             self._complete(unit)
             unit.state, unit.fetch = UnitState.IN_USE, None
             self.in_use.append(unit)
@@ -265,8 +265,8 @@ class ShardedUnits:
                     record.use_full()
             self._counts["taken"] += 1
             self._counts[_COUNTED[previous]] += 1
-            if follows:
-                self._send_slot(number + 1)
+            if on_schedule:
+                self._send_slot(use + 1)
             else:
                 self.release_idle()
 
@@ -302,10 +302,10 @@ class ShardedUnits:
                 values.is_gathered, values.fetch = False, None
                 self._live_numel -= record.numel
 
-    def have_room_for_stray(self, unit: ShardedUnit) -> bool:
+    def has_room_for_stray(self, unit: ShardedUnit) -> bool:
         """Return whether a unit may stay gathered until the backward ends, with room for any other unit."""
-        strays = sum(each.numel for each in self.all if each.stray_read is not StrayRead.NONE and each is not unit)
-        return strays + unit.numel + max(each.numel for each in self.all) <= self._limits.live_numel
+        strays = sum(u.numel for u in self.all if u.stray_read is not StrayRead.NONE and u is not unit)
+        return strays + unit.numel + max(u.numel for u in self.all) <= self._limits.live_numel
 
     def gather(self, records: Sequence[ParameterRecord], fill: Fill) -> None:
         """Materialize parameters until `ungather`; `fill` gathers the released ones (all ranks)."""
@@ -348,7 +348,7 @@ class ShardedUnits:
             self._release_unused([record])
 
     def fill_own_memory(self, *, fill: bool = True) -> None:
-        """Fill the own memory of parameters that callers gathered, for graphs that saved it; `fill=False` frees it."""
+        """Fill the own buffers of parameters that callers gathered, for graphs that saved them; `fill=False` frees them."""
         for record, values in self.values.items():
             if values.own_memory is not None and not record.is_in_place:
                 memory = values.own_memory
@@ -381,7 +381,7 @@ class ShardedUnits:
     def _start(self, unit: ShardedUnit, *, ahead: bool) -> None:
         values = self.values
         missing = [r for r in unit.records if not values[r].is_gathered and values[r].fetch is None]
-        # Before the memory is allocated: a failed start leaves a unit that can be dropped.
+        # Before the buffers are allocated: a failed start leaves a unit that can be dropped.
         unit.state = UnitState.IN_USE_AND_PREFETCHED if unit.is_in_use else UnitState.PREFETCHED
         unit.fetch = Fetch(unit.unit.name, unit.number, missing)
         self._live_numel += sum(record.numel for record in missing)
@@ -418,7 +418,7 @@ class ShardedUnits:
         return UnitStatistics(**self._counts, live_peak_numel=peak, read_bytes=self.fetcher.read_bytes)
 
     def close(self) -> None:
-        """Drop all gathers and end the thread."""
+        """Drop all gathers and stop the thread."""
         self.release_idle()
         self._wait_for_reads()
         self.fetcher.close()
