@@ -1,19 +1,19 @@
-"""`loss.backward()`: a backward that the script starts, through the output of the engine's forward.
+"""`loss.backward()`: a backward pass that the script starts, through the output of the engine's forward.
 
 [Note: the script's backward]
 The outputs of a forward have hooks. The first hook that fires in a backward starts it as `engine.backward` does, and an
 autograd callback ends it once all gradients have arrived. Each hook multiplies its gradient by the loss scale and divides it
 by the accumulation steps, as `engine.backward` does with the loss.
 
-This must happen exactly once on each path. Of several tensors, the one with the newest node cannot be an input of another, so
-it gets the hook itself. Any other may be an input, such as the logits from which the model computed its loss: the script gets
-a view of it with the hook, which the model's own graph bypasses.
+This must happen exactly once on each path. Among several tensors, the one with the newest node cannot be an input of the
+others, so it gets the hook itself. Any other may be an input, such as the logits from which the model computed its loss:
+the script gets a view of it with the hook, which the model's own graph bypasses.
 
 `torch.autograd.grad` fires the hooks too, but adds no gradient to a parameter: nothing is scaled or counted, and sharded
 parameters are gathered and released. The same holds for a frozen engine, whose inputs may need gradients.
 
-A backward that raises never reaches its callback. Autograd numbers backwards, so the next call of the engine notices that
-the current one has ended, and abandons it.
+A backward that raises never reaches its callback. Autograd numbers backward passes, so the next call of the engine
+detects that the current one has ended, and abandons it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..training.training import Training
 
 
 class LossBackward:
-    """Backwards that the script starts. See [Note: the script's backward]."""
+    """Backward passes that the script starts. See [Note: the script's backward]."""
 
     def __init__(self, training: Training, access: Access, report: RunReport) -> None:
         self._training = training
@@ -49,7 +49,7 @@ class LossBackward:
         """Whether `engine.backward` is running, during which the hooks do nothing."""
 
     def watch(self, output: Any) -> Any:
-        """Return a forward's output with hooks that make a backward through it the engine's."""
+        """Return a forward's output with hooks that make a backward pass through it one of the engine's."""
         training = self._training
         if not torch.is_grad_enabled() or (training.config.frozen and training.hooks is None):
             return output
@@ -114,7 +114,7 @@ class LossBackward:
         scale, steps = self._training.scaler.scale, self._training.accumulation.batch.accumulation_steps
         if scale == 1.0 and steps == 1:
             return None
-        if gradient.numel() == 1:  # with the bits of engine.backward
+        if gradient.numel() == 1:  # bit-identical to engine.backward
             return (gradient.float() * scale / steps).to(gradient.dtype)
         return gradient * (scale / steps)
 
@@ -133,13 +133,13 @@ class LossBackward:
         if self.task is None or torch._C._current_graph_task_id() == self.task:
             return
         self.task = None
-        error = UsageError("loss.backward() raised, so the accumulation starts over")
+        error = UsageError("loss.backward() raised an error, so the accumulation starts over")
         training, cleanup, self._cleanup = self._training, self._cleanup, ExitStack()
         if self._trains:
             training.abandon_backward(error)
         elif training.hooks is not None:
             training.hooks.abandon()
-        # As when engine.backward() fails: other ranks get a message.
+        # As when engine.backward() fails: the other ranks get a message.
         cleanup.__exit__(type(error), error, None)
 
 

@@ -9,7 +9,7 @@ saving are refused until a load replaces it.
 [Note: loading by links]
 An array on disk that the checkpoint stores in the same layout on the same file system is not read: its file is linked into
 the run folder, and the next change writes a new file. Its chunks are verified when training first reads them: a damaged chunk
-raises CorruptionError then, and another checkpoint must be loaded. Masters that parameters are cast from are read, and
+raises CorruptionError then, and a different checkpoint must be loaded. Masters that parameters are cast from are read, and
 verified, during the load.
 """
 
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zstore")
 
 _MAX_LISTED = 10
-"""Maximum number of differences of each kind in an error."""
+"""The most differences of each kind that an error message lists."""
 _MISSING, _UNEXPECTED = "missing: ", "not in the model or its optimizer: "
 _PIECE_NUMEL = 1 << 18
-"""Elements of two arrays that are compared at once."""
+"""How many elements of two arrays are compared at a time."""
 _MIN_AHEAD_BYTES = 6 * 1024 * 1024
 """Memory for read-ahead even if the host budget is exhausted: one chunk for each of its buffers."""
 
@@ -69,7 +69,7 @@ class Restore:
         self._training = training
         self._linked_bytes = 0
         self.report: LoadReport | None = None
-        """The result; None before the load, and if there was no checkpoint."""
+        """The result; None before the load, or if there was no checkpoint."""
         self.tag = ""
         """Tag of the loaded checkpoint."""
         self.resumes = False
@@ -108,7 +108,7 @@ class Restore:
         plan = plan_load(training.model, training.state, reader, options)
         if training.update.is_in_backward and not plan.is_whole:
             raise UsageError(
-                'a partial load of a checkpoint between backward() and step(): with "step_overlap": "backward" the state '
+                'a partial load between backward() and step(): with "step_overlap": "backward" the state '
                 "is being changed then; call step() first, or load a whole checkpoint, without options"
             )
         if training.update.torn and not plan.is_whole:
@@ -123,12 +123,12 @@ class Restore:
 
     def _check_same_checkpoint(self, reader: ArraySource | None) -> None:
         ids = self._training.world.all_gather_object(None if reader is None else reader.record.id)
-        missing = [rank for rank, found in enumerate(ids) if found is None]
+        missing = [rank for rank, id_ in enumerate(ids) if id_ is None]
         if len(set(ids)) > 1:
             raise CheckpointNotFoundError(
                 f"ranks {missing} do not see the checkpoint: pass a folder that all ranks share"
                 if missing
-                else "ranks found different checkpoints: a tag moved, or one was saved, during the load; load again"
+                else "ranks found different checkpoints: a tag moved, or a checkpoint was saved, during the load; load again"
             )
 
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
@@ -204,30 +204,30 @@ class Restore:
     def _load_arrays(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
         """Load arrays; return the masters among them that were also cast into their parameters."""
         direct: list[Range] = []
-        others: list[Range] = []
+        by_tiles: list[Range] = []
         store = self._training.state.store
         for array in arrays:
             name, tier = array[0], store.tier(array[0]).name
             on_host = tier == "host" or (tier == "device" and store.options.device == "cpu")
             is_direct = on_host and reader.array(name).spec.dtype == store.spec(name).dtype
-            (direct if is_direct else others).append(array)
+            (direct if is_direct else by_tiles).append(array)
         cast_masters = self._load_into_memory(reader, direct) if direct else set()
-        if others:
-            self._load_by_tiles(reader, others)
+        if by_tiles:
+            self._load_by_tiles(reader, by_tiles)
         return cast_masters
 
     def _load_into_memory(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
-        """Read into the arrays' own memory in several threads, and cast each piece into its parameter; return the masters."""
+        """Read into the arrays' own memory in several threads, and cast every piece into its parameter; return the masters."""
         names, state = [name for name, _, _ in arrays], self._training.state
         parameters = state.rows_in_memory()
         with state.store.changing(names):
             masters = [as_torch(state.store.memory(name)) for name in names]
 
-            def cast(number: int, first: int, stop: int) -> None:
-                rows = parameters.get(names[number])
+            def cast(index: int, first: int, stop: int) -> None:
+                rows = parameters.get(names[index])
                 if rows is not None:
                     with one_thread():
-                        rows[first:stop].copy_(masters[number][first:stop])
+                        rows[first:stop].copy_(masters[index][first:stop])
 
             read_into(reader, [(array, as_numpy(m)) for array, m in zip(arrays, masters, strict=True)], cast)
         return parameters.keys() & names
@@ -264,7 +264,7 @@ class Restore:
     def _load_rng(self, reader: ArraySource) -> None:
         world, step = self._training.world, self._training.counters.global_steps
         record = reader.record
-        # A resharded checkpoint has the states of the ranks that trained it.
+        # A resharded checkpoint has the generator states of the ranks that trained it.
         if record.training_world_size == record.world_size == world.world_size:
             state = reader.rank_state(world.rank)
             if state:
@@ -273,7 +273,7 @@ class Restore:
         derive_rng_state(self._training.config.settings.seed, step, world.rank)
         if world.rank == 0 and not reader.notes:  # the notes mention it
             _log.warning(
-                "the checkpoint is of world size %d, this run of %d: random number generators are reseeded from seed %d, "
+                "the checkpoint has world size %d, this run %d: random number generators are reseeded from seed %d, "
                 "step %d and rank",
                 record.training_world_size,
                 world.world_size,
@@ -295,8 +295,8 @@ def _engine_state(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
 
 
 def _shard_file(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, Sequence[int]] | None:
-    """Return the checkpoint's file of a shard and its chunks' checksums; None if the checkpoint has the array in another
-    layout or type, or has no such file."""
+    """Return the checkpoint's file of a shard and its chunks' checksums; None if the checkpoint has the array in a different
+    layout or dtype, or has no such file."""
     stored = reader.array(name)
     if (stored.grid, stored.spec.dtype) != (shard.grid, shard.spec.dtype):
         return None
@@ -305,7 +305,7 @@ def _shard_file(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path
 
 
 def _read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: torch.Tensor) -> None:
-    """Read global flat elements from `first` on, of type `stored`, into `target`, 1-D, on any device and in any type."""
+    """Read global flat elements from `first` on, of dtype `stored`, into `target`, 1-D, on any device and of any dtype."""
     stop = first + target.numel()
     if target.device.type == "cpu" and dtype_name(target.dtype) == stored:
         ahead.read(name, first, stop, as_numpy(target))
@@ -318,7 +318,7 @@ def _read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: tor
 def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, options: LoadOptions) -> LoadPlan:
     """Return the plan of a load.
 
-    Raises CheckpointMismatchError, with all differences, if the checkpoint is of another model or optimizer.
+    Raises CheckpointMismatchError, with all differences, if the checkpoint is of a different model or optimizer.
     """
     names = {r: state.array_names[r][: None if options.optimizer else 1] for r in state.records}
     whole = {name: tuple(t.shape) for name, t in unsharded_tensors(model, (r.parameter for r in state.records))}
@@ -327,24 +327,24 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     resized = {
         name: shapes[name]
         for name, shape in whole.items()
-        if name in shapes and shapes[name] != shape and _accepts_other_shapes(model, name)
+        if name in shapes and shapes[name] != shape and _may_resize(model, name)
     }
     expected = whole | resized
     for arrays in names.values():
         expected |= {name: tuple(state.store.spec(name).shape) for name in arrays}
     missing, unexpected = _differences(state, reader, options, expected, shapes)
-    found = {name for name in expected if name in shapes}
+    present = {name for name in expected if name in shapes}
     return LoadPlan(
         options=options,
         arrays=[
             (name, *state.owned_range(record, name))
             for record, arrays in names.items()
             for name in arrays
-            if name in found
+            if name in present
         ],
-        whole={name: stored_as[name] for name in whole if name in found},
+        whole={name: stored_as[name] for name in whole if name in present},
         resized=set(resized),
-        updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
+        updated=[r for r in state.scalars if options.optimizer and present.issuperset(names[r])],
         missing=missing,
         unexpected=unexpected,
     )
@@ -361,7 +361,7 @@ def _stored_names(model: nn.Module, reader: ArraySource) -> dict[str, str]:
     return names
 
 
-def _accepts_other_shapes(model: nn.Module, array: str) -> bool:
+def _may_resize(model: nn.Module, array: str) -> bool:
     """Return whether the model's own code loads the buffer of an array and may change its shape."""
     name = array.partition("/")[2]
     if array != buffer_array(name):
@@ -387,19 +387,19 @@ def check_saved_state(stepper: Stepper, reader: ArraySource) -> None:
     if unexpected:
         listed = ", ".join(map(repr, unexpected[:_MAX_LISTED]))
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} has state of {stepper.name} for {listed}, which it does not update now: give the "
-            "optimizer the same parameters, under the same names"
+            f"checkpoint {reader.location} has state of {stepper.name} for {listed}, which it does not update now: pass "
+            "the optimizer the same parameters, under the same names"
         )
 
 
 def converted_moments(state: OptimizerState, reader: ArraySource, plan: LoadPlan) -> str:
-    """Describe the types of moments in the checkpoint and in the store if they differ; otherwise return an empty string."""
+    """Describe the dtypes of moments in the checkpoint and in the store if they differ; otherwise return an empty string."""
     pairs = {
         (reader.array(name).spec.dtype, state.store.spec(name).dtype)
         for name, _, _ in plan.arrays
         if name.startswith("optimizer/")
     }
-    return "; ".join(f"{saved} in the checkpoint, {own} here" for saved, own in sorted(pairs) if saved != own)
+    return "; ".join(f"{saved} in the checkpoint, {own} in this run" for saved, own in sorted(pairs) if saved != own)
 
 
 def _differences(
@@ -421,7 +421,7 @@ def _differences(
 
     stored = {name: shape for name, shape in shapes.items() if is_compared(name)}
     # torch's state dicts repeat a tied parameter under each of its names. A checkpoint in which the values differ, in this
-    # rank's rows, is of another model.
+    # rank's rows, is of a different model.
     for record in state.records:
         for alias in map(model_array, record.aliases):
             if _same_values(reader, model_array(record.name), alias, record.owned_range):
@@ -431,7 +431,7 @@ def _differences(
     unsaved = {model_array(name) for name in reader.record.absent_parameters}
     unexpected = [name for name in stored if name not in expected]
     reshaped = [
-        f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
+        f"{name}: shape {stored[name]} in the checkpoint, {shape} in the model"
         for name, shape in expected.items()
         if name in stored and stored[name] != shape
     ]
@@ -440,14 +440,14 @@ def _differences(
     faults += _lines("", reshaped)
     if faults:
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} is of another model or optimizer:"
+            f"checkpoint {reader.location} is of a different model or optimizer:"
             + "".join(f"\n  {line}" for line in faults)
         )
     return missing, unexpected
 
 
 def _same_values(reader: ArraySource, array: str, alias: str, rows: tuple[int, int]) -> bool:
-    """Return whether both arrays exist, with the same type and shape, and the same bytes in the elements `rows`."""
+    """Return whether both arrays exist, with the same dtype and shape, and the same bytes in the elements `rows`."""
     if array not in reader.arrays or alias not in reader.arrays:
         return False
     spec, alias_spec = reader.arrays[array].spec, reader.arrays[alias].spec

@@ -39,7 +39,7 @@ class LoadOptions:
     """DeepSpeed's options of `load_checkpoint`. State that is not loaded stays unchanged."""
 
     load_module_strict: bool = True
-    """Refuse a checkpoint with other parameters or buffers; if false, load the common ones and warn about the others.
+    """Reject a checkpoint with different parameters or buffers; if false, load the common ones and warn about the others.
     Shapes must agree in any case."""
     load_optimizer_states: bool = True
     """Load the optimizer's slots and step counts, and the loss scale of an fp16 run."""
@@ -85,13 +85,13 @@ class LoadPlan:
     whole: Mapping[str, str]
     """Unsharded arrays and their names in the checkpoint: buffers, and parameters that were added after `initialize`."""
     resized: set[str]
-    """Buffers among them whose other shape the model's own `load_state_dict` accepts."""
+    """Buffers among them whose changed shape the model's own `load_state_dict` accepts."""
     updated: list[ParameterRecord]
     """Parameters whose optimizer state is loaded."""
     missing: list[str]
     """Arrays of the model and its optimizer that the checkpoint does not have."""
     unexpected: list[str]
-    """Arrays of the checkpoint, by its names, that the model and its optimizer do not have."""
+    """Arrays of the checkpoint, under its names, that the model and its optimizer do not have."""
 
     @property
     def is_whole(self) -> bool:
@@ -132,7 +132,7 @@ def raising_corruption(what: str) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CorruptionError(
             f"the checkpoint's {what} is not what an engine saves ({type(error).__name__}: {error!s:.200}): the record was "
-            "changed; load another checkpoint, or pass load_module_only=True"
+            "changed; load a different checkpoint, or pass load_module_only=True"
         ) from error
 
 
@@ -153,7 +153,7 @@ def current_state(state: ClientState) -> ClientValues:
 
 
 def as_mapping(state: ClientValues) -> Mapping[str, Any]:
-    """Return the client's state as a mapping. Raises UsageError for another type, and for a reserved key."""
+    """Return the client's state as a mapping. Raises UsageError for any other type, and for a reserved key."""
     values = vars(state) if isinstance(state, Namespace) else state
     if not isinstance(values, Mapping):
         raise UsageError(f"client_state: expected a dict, got {type(values).__name__}")
@@ -212,13 +212,13 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics, which may be tensors of one element, as plain numbers. Raises UsageError for other values."""
     if not isinstance(metrics, Mapping):
         raise UsageError(f"metrics: expected a dict of numbers by name, got {type(metrics).__name__}")
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            found[str(name)] = float(value)
+            numbers[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"metrics: expected a number for {name!r}, got {type(value).__name__}") from error
-    return found
+    return numbers
 
 
 _ITEMS = "$items"
@@ -245,8 +245,8 @@ def engine_record(training: Training) -> dict[str, Any]:
 
 
 def _offload_ratio(training: Training) -> float | None:
-    """Return the share of optimizer state that the CPU updates, with other rounding than the device; None without a device or
-    an optimizer."""
+    """Return the share of optimizer state that the CPU updates, whose rounding differs from the device's; None without a
+    device or an optimizer."""
     settings = training.plan.settings
     return None if settings.device_is_host or settings.optimizer == "none" else settings.ratio
 
@@ -281,12 +281,12 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     saved_ratio, ratio = record.get("offload_ratio"), _offload_ratio(training)
     if ratio != saved_ratio and None not in (ratio, saved_ratio):
         warn_once(
-            'resumed with offload_optimizer "ratio": %s from a checkpoint of %s: more or less of the state is updated on the '
-            "device, which rounds differently from the CPU, so the bits will differ from those of the run that saved it",
+            'resumed with offload_optimizer "ratio": %s from a checkpoint with %s: a different part of the state is '
+            "updated on the device, which rounds differently from the CPU, so the bits will differ from those of the run that saved it",
             ratio,
             saved_ratio,
         )
-    # In other precisions the scale is 1, and was not found by trials.
+    # In other precisions the scale is 1, and was not adapted.
     if options.optimizer and record["precision"] == "fp16":
         training.scaler.load(record["loss_scale"])
     if options.schedule and training.schedule is not None and record["schedule"] is not None:
@@ -321,13 +321,13 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
                         f"the checkpoint's parameter groups have a setting {name!r} that no engine saves"
                     )
     for parameter in plan.updated:
-        found = record["scalars"].get(parameter.name)
+        saved_scalars = record["scalars"].get(parameter.name)
         expected = training.state.scalars[parameter]
         # An optimizer has fewer scalars before its first step.
-        if found is None or not {"step", "updates"} & set(expected) <= set(found):
+        if saved_scalars is None or not {"step", "updates"} & set(expected) <= set(saved_scalars):
             raise CheckpointMismatchError(
-                f"the checkpoint's optimizer kept {sorted(found or {})} of {parameter.name!r}, this one keeps "
-                f"{sorted(expected)}: use the optimizer that the checkpoint was trained with"
+                f"the checkpoint's optimizer kept {sorted(saved_scalars or {})} for {parameter.name!r}, this one "
+                f"keeps {sorted(expected)}: use the optimizer that the checkpoint was trained with"
             )
     if not plan.options.load_module_only:
         for name, value in record["counters"].items():
@@ -360,7 +360,7 @@ def resumed_batch(training: Training, saved: Mapping[str, Any], *, saved_world_s
         possible = [n for n in range(1, min(total // micro, _MAX_RANKS) + 1) if total % (micro * n) == 0]
         raise CheckpointMismatchError(
             f"the checkpoint's global batch of {total} samples cannot be kept at world size {world_size} with "
-            f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, possible)) or 'none'}; {advice}"
+            f"micro-batches of {micro}: world sizes that work are {', '.join(map(str, possible)) or 'none'}; {advice}"
         )
     return replace(
         training.accumulation.batch, train_batch_size=total, accumulation_steps=total // (micro * world_size)
@@ -415,7 +415,7 @@ def load_rng_state(state: dict[str, Any]) -> None:
 
 
 def derive_rng_state(seed: int, step: int, rank: int) -> None:
-    """Seed this rank's generators from these three numbers alone."""
+    """Seed this rank's generators from these three numbers only."""
     number = _seed_from(f"zstore {seed} {step} {rank}")
     torch.manual_seed(number)
     random.seed(number)

@@ -1,7 +1,7 @@
 """Update kernels: the effect of one step, with its settings, on a tile of master, gradient and slots.
 
 A kernel works on fp32 tiles of whole chunks, 1-D, without padding, in place. Tiles end at multiples of 16 elements,
-so that vectorised code gives the bits that it gives over the whole tensor.
+so that vectorized code is bit-identical to a step over the whole tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..runtime.native import HostKernel, StepTensors
 
 Tensors = Sequence[torch.Tensor]
 Scalars = dict[str, float]
-"""Numbers that an optimizer keeps for a parameter besides slots, as the step count: exact as Python numbers."""
+"""Numbers that an optimizer keeps for a parameter besides slots, such as the step count; exact as Python numbers."""
 
 
 class Lion(torch.optim.Optimizer):
@@ -101,9 +101,9 @@ class StepSettings:
     step: int
     """Number of the step, from 1; for error messages."""
     factor: float
-    """Factor of the gradients, applied once, in fp32."""
+    """Factor by which gradients are multiplied, once, in fp32."""
     factors: Mapping[ParameterRecord, float] = field(default_factory=dict)
-    """Factors of the gradients of some parameters, in place of `factor`."""
+    """Factors for the gradients of some parameters, in place of `factor`."""
     groups: Sequence[Mapping[str, Any]]
     """Settings of each parameter group: lr, betas, weight decay and so on."""
 
@@ -121,15 +121,15 @@ class StepSettings:
         return StepSettings(step=step, factor=float(np.float32(factor)), factors=rounded, groups=copies)
 
     def factor_of(self, record: ParameterRecord) -> float:
-        """Return the factor of a parameter's gradient, applied once, in fp32."""
+        """Return the factor by which a parameter's gradient is multiplied, once, in fp32."""
         return self.factors.get(record, self.factor)
 
     def differences(self, current: StepSettings) -> Iterator[tuple[int, str, Any, Any]]:
         """Yield group, name and both values of the settings that differ in `current`."""
-        for number, (before, after) in enumerate(zip(self.groups, current.groups, strict=True)):
+        for index, (before, after) in enumerate(zip(self.groups, current.groups, strict=True)):
             for name, value in before.items():
                 if name in after and _plain(after[name]) != _plain(value):
-                    yield number, name, value, after[name]
+                    yield index, name, value, after[name]
 
 
 def _plain(value: Any) -> Any:
@@ -150,8 +150,8 @@ class ParameterStep:
         self._after = after
 
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
-        """Update tiles of several parameters on one device in place, 1-D and fp32; each gets the bits that it would get
-        alone. May change the gradients too."""
+        """Update tiles of several parameters on one device in place, 1-D and fp32; each is bit-identical to its
+        update alone. May change the gradients too."""
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
     def scalars(self) -> Scalars:
@@ -166,13 +166,13 @@ class SlotArray:
     name: str
     dtype: torch.dtype = torch.float32
     entry: str = ""
-    """Entry of the optimizer class's state that it belongs to."""
+    """Entry of the optimizer class's state to which it belongs."""
     shape: tuple[int, ...] | None = None
-    """Its shape, if that differs from the parameter's: it is then divided among the ranks by its own rows."""
+    """Its shape, if that differs from the parameter's: then the ranks divide it by its own rows."""
 
 
 class SlotCodec:
-    """How the slots of a parameter are stored, tile by tile: this one stores them unchanged; `rules.codecs` has others."""
+    """Stores the slots of a parameter, tile by tile. This class stores them unchanged; `rules.codecs` has alternatives."""
 
     is_plain = True
     """Whether slots are stored unchanged."""
@@ -188,11 +188,11 @@ class SlotCodec:
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
     ) -> None:
-        """Take `step` on a tile from this rank's element number `first` on; `views`: its parts of the stored arrays."""
+        """Apply `step` to a tile that starts at this rank's element `first`; `views`: its parts of the stored arrays."""
         step.tiles([master], [gradient], [views])
 
     def put(self, values: Tensors, views: Tensors, first: int) -> None:
-        """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which may be overwritten."""
+        """Set `views` of a tile that starts at this rank's element `first` to `values`, which may be overwritten."""
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
 
@@ -218,7 +218,7 @@ class Kernel(ABC):
 
 
 class FusedAdam(Kernel):
-    """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; `corrects`: with bias correction."""
+    """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; `corrects`: whether with bias correction."""
 
     slots: tuple[str, ...] = ADAM_SLOTS
 

@@ -1,17 +1,17 @@
-"""A record for each parameter: its name, its rows, its memory.
+"""A record for each parameter: its name, its rows, its buffers.
 
 [Note: the memory of a parameter]
-`full` is a 1-D alias of the gathered memory: writing through it does not increment the parameter's version, so autograd
+`full` is a 1-D alias of the gathered values: writing through it does not increment the parameter's version, so autograd
 accepts tensors saved earlier. When a sharded parameter (stage 3) is released, that storage is resized to zero, and
-gathering fills the same storage again, since saved tensors alias it. If all rows are stored in memory in which the device
-computes, that memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
+gathering fills the same storage again, since saved tensors alias it. If all rows are stored in memory on which the device
+computes, `full` is that memory: gathering and releasing neither move nor free anything (`is_in_place`).
 
 A released parameter is a `ReleasedParameter`, also while it is prefetched or kept: torch passes it every operation on the
-parameter, and it gathers first (`on_read`) or raises. Its memory is a stride-0 view of one NaN with its shape and type,
-for C++ that bypasses Python: empty storage would crash the process.
+parameter, and it gathers first (`on_read`) or raises. Its data is a stride-0 view of one NaN with its shape and dtype,
+for C++ code that bypasses Python: empty storage would crash the process.
 
-Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in an array of the store. Gathered
-memory and `shard` have room for the padding of the grid: rows are sent without a copy.
+Between its uses a sharded parameter has this rank's rows in `shard` or, if offloaded, in an array of the store. Gathered
+buffers and `shard` have room for the grid's padding: rows are sent without a copy.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Residency(Enum):
     """Where a parameter's values are."""
 
     RESIDENT = "resident"
-    """All values, always, in `full`; this rank's rows are a part of it."""
+    """All values, always in `full`; this rank's rows are a part of it."""
     GATHERED = "gathered"
-    """All values, in `full`, until it is released; this rank's rows stay in `shard` too."""
+    """All values, in `full` until it is released; this rank's rows stay in `shard` too."""
     RELEASED = "released"
-    """Only this rank's rows, in `shard` or `stored_array`; `full` has no memory, or memory that nothing reads."""
+    """Only this rank's rows, in `shard` or `stored_array`; `full` has no storage, or storage that nothing reads."""
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class RowsInStore:
 
 @dataclass(eq=False, kw_only=True)
 class ParameterRecord:
-    """The engine's data about one parameter, which has no attributes of the engine unless it is released."""
+    """The engine's data about one parameter; the parameter itself gets no attributes from the engine unless it is released."""
 
     name: str
     """Fully qualified name; of a tied parameter, the first in module order."""
@@ -73,11 +73,11 @@ class ParameterRecord:
     """Its other names."""
     parameter: nn.Parameter
     grid: Grid
-    """Its partition over all ranks, also of a checkpoint's files, at every stage."""
+    """Its partition over all ranks, and over a checkpoint's files, at every stage."""
     state_grid: Grid
     """Partition of its state: `grid`, or one shard of everything if state is not sharded."""
     state_shard: int
-    """Number of this rank's shard on `state_grid`."""
+    """Index of this rank's shard on `state_grid`."""
     world_size: int
     """Number of ranks of `grid`."""
     group: int | None
@@ -88,25 +88,25 @@ class ParameterRecord:
     """1-D, this rank's rows without padding; None if the parameter is resident or offloaded."""
     stored_array: str | None = None
     """Array of the store with this rank's rows of an offloaded parameter: `parameter/<name>`, or `model/<name>` if that has
-    the parameter's type."""
+    the parameter's dtype."""
     is_in_place: bool = False
     """Whether `full` is the memory of the rows in the store."""
     residency: Residency = Residency.RESIDENT
     on_read: Callable[[ParameterRecord, Any], EndRead | None] | None = None
-    """Gathers the released parameter for an operation (a function of torch), or raises UsageError; may return a function
-    to call with the operation's output. None: it cannot be gathered."""
+    """Gathers the released parameter for an operation (a torch function), or raises UsageError; may return a function to
+    call with the operation's output. None: it cannot be gathered."""
     gather_for_copy: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
     """Gathers released parameters to copy them; None: that needs all ranks."""
     detaches_empty: bool = False
     """Whether `detach()` of the released parameter returns an empty tensor, for its module's state dict."""
     is_rounded: bool = False
-    """Whether the values were gathered as small integers: this rank's part of them differs from its stored rows."""
+    """Whether the values were gathered in quantized form: this rank's part of them differs from its stored rows."""
     address: int = field(init=False)
-    """Address of the values that the engine gave the parameter; if it has others, other code replaced them."""
+    """Address of the values that the engine gave the parameter; a different address means that other code replaced them."""
     shape: torch.Size = field(init=False)
-    """The shape that the parameter had at first, likewise."""
+    """The parameter's original shape, for the same check."""
     version: int = field(init=False)
-    """Version of the engine's last change; if the parameter has another, other code wrote to it."""
+    """The parameter's version after the engine's last change; a different one means that other code wrote to it."""
 
     def __post_init__(self) -> None:
         self.address, self.shape = self.full.data_ptr(), self.parameter.shape
@@ -123,7 +123,7 @@ class ParameterRecord:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the parameter and of its gradient."""
+        """Dtype of the parameter and of its gradient."""
         return self.full.dtype
 
     @cached_property
@@ -138,7 +138,7 @@ class ParameterRecord:
         return self.owned_range[1] - self.owned_range[0]
 
     def owned(self) -> torch.Tensor:
-        """Return this rank's own rows, 1-D without padding: the memory to which an update writes.
+        """Return this rank's own rows, 1-D without padding: the tensor to which an update writes.
 
         Raises UsageError if they are in the store.
         """
@@ -168,9 +168,9 @@ class ParameterRecord:
         self.release()
 
     def padded_shard(self) -> torch.Tensor:
-        """Return `shard` followed by its zeros, 1-D [shard_numel]."""
+        """Return `shard` followed by its zero padding, 1-D [shard_numel]."""
         if self.shard is None:
-            raise UsageError(f"parameter {self.name!r} has no rows in separate memory")
+            raise UsageError(f"parameter {self.name!r} has no separate shard")
         return self.shard.as_strided((self.state_grid.shard_numel,), (1,))
 
     def padded_full(self, numel: int) -> torch.Tensor:
@@ -178,19 +178,19 @@ class ParameterRecord:
         return self.full.as_strided((numel,), (1,))
 
     def new_full(self) -> torch.Tensor:
-        """Return uninitialized memory for all values, 1-D [numel], that can be written to after inference mode too."""
+        """Return an uninitialized buffer for all values, 1-D [numel], that can also be written to after inference mode."""
         with torch.inference_mode(False):
             return torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
 
     def use_in_place(self, memory: torch.Tensor | None) -> None:
-        """Use 1-D `memory`, which stores all rows of a released parameter, as `full`; None: use separate memory."""
+        """Use 1-D `memory`, which stores all rows of a released parameter, as `full`; None: use a separate buffer."""
         self.release()
         self.is_in_place = memory is not None
         self.full = self.new_full() if memory is None else memory
         self.release()
 
     def allocate_full(self) -> None:
-        """Allocate the memory of `full`, with undefined values, before a gather; do nothing if it was never freed."""
+        """Allocate the storage of `full`, with undefined values, before a gather; do nothing if it was never freed."""
         if self.is_in_place:
             return
         padded_numel = self.grid.shard_numel * self.world_size  # a replica's rows have no more
@@ -199,11 +199,11 @@ class ParameterRecord:
             advise_huge_pages(self.full.data_ptr(), padded_numel * self.full.element_size())
 
     def release(self) -> None:
-        """Free the gathered memory; the parameter becomes a `ReleasedParameter`."""
+        """Free the gathered values; the parameter becomes a `ReleasedParameter`."""
         self.use_placeholder()
         self.is_rounded = False
         if not self.is_in_place:
-            if not self.full.untyped_storage().resizable():  # a numpy array shares the memory, and keeps it
+            if not self.full.untyped_storage().resizable():  # a numpy array shares the storage, and keeps it alive
                 self.full = self.new_full()
             self.full.untyped_storage().resize_(0)
 
@@ -213,14 +213,14 @@ class ParameterRecord:
         self.residency = Residency.GATHERED
 
     def use_placeholder(self) -> None:
-        """Turn the parameter into a `ReleasedParameter`; the gathered memory stays."""
+        """Turn the parameter into a `ReleasedParameter`, without freeing the gathered values."""
         self.use_values(self._placeholder)
         self.parameter.__dict__["record"] = self
         self.parameter.__class__ = _released_kind(type(self.parameter))
         self.residency = Residency.RELEASED
 
     def use_values(self, values: torch.Tensor) -> None:
-        """Give the parameter the memory of `values`."""
+        """Make the parameter an alias of `values`."""
         if isinstance(self.parameter, ReleasedParameter):
             del self.parameter.__dict__["record"]
             self.parameter.__class__ = type(self.parameter).__bases__[-1]  # see `_released_kind`
@@ -228,7 +228,7 @@ class ParameterRecord:
         self.address = values.data_ptr()
 
     def restore(self) -> None:
-        """Restore the engine's memory of the parameter, if other code replaced it."""
+        """Restore the parameter's storage if other code replaced it."""
         if self.residency is Residency.RELEASED:
             self.use_placeholder()
         else:
@@ -249,7 +249,7 @@ class ParameterRecord:
         if self.on_read is None:
             return UsageError(
                 f"{operation} of parameter {self.name!r}, which has no values: its engine was closed, or offload_states() "
-                "moved them away (engine.reload_states() brings them back)"
+                "moved them (engine.reload_states() restores them)"
             )
         return UsageError(
             f"{operation} of parameter {self.name!r} outside a forward: it is sharded or offloaded, and is materialized "
@@ -262,7 +262,7 @@ class ReleasedParameter(nn.Parameter):
     """A parameter without its values. See [Note: the memory of a parameter].
 
     An operation that needs them gathers it by its record's `on_read`, and then runs on an ordinary parameter. Shape,
-    type, gradient and hooks need no values. A copy is an ordinary parameter with the values.
+    dtype, gradient and hooks need no values. A copy is an ordinary parameter with the values.
     """
 
     record: ParameterRecord
@@ -323,7 +323,7 @@ class ReleasedParameter(nn.Parameter):
     def _copy(self) -> nn.Parameter:
         if self.record.gather_for_copy is None:
             raise UsageError(
-                f"a copy of a module whose parameter {self.record.name!r} is sharded: make the copy within `with "
+                f"cannot copy a module whose parameter {self.record.name!r} is sharded: copy it within `with "
                 "zstore.gather(module):` on all ranks, or use engine.module_state_dict()"
             )
         with self.record.gather_for_copy([self]):
@@ -359,7 +359,7 @@ _WITHOUT_VALUES = frozenset(_without_values()) - {torch.Tensor.is_nonzero, torch
 
 
 def view_of_one_nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of this shape whose elements all alias one NaN, or 0 in a type without NaN."""
+    """Return a tensor of this shape whose elements all alias one NaN, or 0 in a dtype without NaN."""
     value = torch.full((1,), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
     return value.expand(shape.numel()).view(shape) if shape.numel() else value[:0].view(shape)
 
@@ -367,7 +367,7 @@ def view_of_one_nan(shape: torch.Size, dtype: torch.dtype, device: torch.device)
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], nn.Parameter]]:
     """Yield (name, other names, parameter), each parameter once, in module order.
 
-    Raises UsageError if two parameters share memory but are different objects: training would make them differ.
+    Raises UsageError if two parameters share memory but are different objects: training would make them diverge.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -378,7 +378,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], n
             other = seen.setdefault(parameter.data_ptr(), name)
             if other != name:
                 raise UsageError(
-                    f"parameters {other!r} and {name!r} share memory but are two objects, so training would make them differ: "
+                    f"parameters {other!r} and {name!r} share memory but are two objects, so training would make them diverge: "
                     f"assign the parameter itself (`a.weight = b.weight`) before initialize()"
                 )
         yield name, tuple(aliases), parameter

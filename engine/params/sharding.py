@@ -1,17 +1,17 @@
-"""The partition of the training state: over the ranks, by ZeRO stage, with the types of gradients; and into units of
+"""The partition of the training state: over the ranks, by ZeRO stage, with the dtypes of gradients; and into units of
 parameters that are gathered together. Pure: reads a module tree, changes nothing. Only functions import torch.
 
 [Note: types of gradients]
-Autograd makes a gradient in the parameter's type. The mean over ranks is summed in fp32, and rounded once to the type in which
-it is sent. Several micro-batches accumulate by default in fp32, since in bf16 a sum of equal gradients stops growing at 256 of
-them. The accumulated rows may be wider than a first sum needs, and an unexpected second micro-batch widens them: the bits do
-not depend on what was expected. See docs/design/0004-gradients.md.
+Autograd creates a gradient in the parameter's dtype. The mean over ranks is summed in fp32, and rounded once to the dtype in
+which it is sent. Several micro-batches accumulate by default in fp32, since in bf16 a sum of equal gradients stops growing
+after 256 of them. The accumulated rows may be wider than a first sum needs, and an unexpected second micro-batch widens them:
+the bits do not depend on the planned number of micro-batches. See docs/design/0004-gradients.md.
 
 [Note: units of a model]
-- A child of an outermost ModuleList that has parameters is a unit with all of its subtree: a transformer block. If it has
+- A child of an outermost ModuleList that has parameters is a unit with its whole subtree: a transformer block. If it has
   more elements than may be gathered at once, it is split into its own parameters and its children, recursively.
-- A leaf, a module marked by `mark_leaves`, is a unit with all of its subtree and is never split: ranks may call different
-  modules of it, such as the experts to which their tokens go.
+- A leaf, a module marked by `mark_leaves`, is a unit with its whole subtree and is never split: ranks may call different
+  modules of it, such as the experts to which their tokens are routed.
 - Every other module that owns parameters is a unit: an embedding, a final norm, an output head.
 - Containers without a forward (ModuleList, ParameterList) are never called, so they are not units: their own parameters
   belong to the containing module. nn.MultiheadAttention reads its output projection without calling it: it is a whole unit.
@@ -40,7 +40,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """The parts of the training state that are sharded over ranks: the whole meaning of a ZeRO stage.
+    """The parts of the training state that are sharded over ranks, which is all that a ZeRO stage determines.
 
     At world size 1 only `parameters` may be true: offloaded parameters are gathered from the store.
     """
@@ -70,40 +70,40 @@ class Sharding:
         return make_grid(stored_shape, self.world_size if self.optimizer_state else 1)
 
     def state_shard(self, rank: int) -> int:
-        """Return the number of the shard of the state that `rank` owns."""
+        """Return the index of the shard of the state that `rank` owns."""
         return rank if self.optimizer_state else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientTypes(Generic[D]):
-    """The gradient types of a run. See [Note: types of gradients]."""
+    """The gradient dtypes of a run. See [Note: types of gradients]."""
 
     summed: D
-    """Type in which several micro-batches accumulate by default: fp32."""
+    """Dtype in which several micro-batches accumulate by default: fp32."""
     accumulation: D | None = None
-    """Type in which gradients accumulate, regardless of the number of micro-batches; None: the default."""
+    """Dtype in which gradients accumulate, regardless of the number of micro-batches; None: the default."""
     reduction: D | None = None
-    """Type in which they are reduced; None: the parameter's type. Always None on a single rank."""
+    """Dtype in which they are reduced; None: the parameter's dtype. Always None on a single rank."""
     accumulates: bool = False
     """Whether steps are planned to have more than one micro-batch."""
 
     def reduced(self, dtype: D) -> D:
-        """Return the type in which gradients of parameters of `dtype` are sent between ranks."""
+        """Return the dtype in which gradients of parameters of `dtype` are sent between ranks."""
         return self.reduction or dtype
 
     def accumulated(self, dtype: D, *, several: bool) -> D:
-        """Return the type of accumulated gradients of parameters of `dtype`, over one or `several` micro-batches."""
+        """Return the dtype of accumulated gradients of parameters of `dtype`, over one or `several` micro-batches."""
         if self.accumulation is not None:
             return self.accumulation
         return self.summed if several else self.reduced(dtype)
 
     def planned(self, dtype: D) -> D:
-        """Return the type in which gradients of parameters of `dtype` wait for the update, as planned."""
+        """Return the dtype in which gradients of parameters of `dtype` wait for the update, as planned."""
         return self.accumulated(dtype, several=self.accumulates)
 
 
 def add_in(total: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add `part` to `total`, whose type can represent any value of `dtype`; the sum is rounded to `dtype`."""
+    """Add `part` to `total`, whose dtype can represent any value of `dtype`; the sum is rounded to `dtype`."""
     if total.dtype == dtype:
         total.add_(part)
     else:
@@ -111,7 +111,7 @@ def add_in(total: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def is_narrower(dtype: torch.dtype, required: torch.dtype) -> bool:
-    """Return whether memory of `dtype` is too small for values of the type `required`."""
+    """Return whether `dtype` is too narrow for values of dtype `required`."""
     return dtype.itemsize < required.itemsize
 
 
@@ -197,7 +197,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def modules_of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Return the modules of `model` of these classes: types, with subclasses, or names, short or with their module."""
+    """Return the modules of `model` of these classes, given as types (including subclasses) or as names, short or qualified."""
     kinds = tuple(kind for kind in classes if isinstance(kind, type))
     names = {kind for kind in classes if isinstance(kind, str)}
     return [

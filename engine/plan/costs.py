@@ -94,7 +94,7 @@ class Costs:
     moved_bytes: int
     """Disk traffic per step."""
     lacking: tuple[str, ...]
-    """A message for each memory that is too small; empty if everything fits."""
+    """A message for each tier that is too small; empty if everything fits."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,7 +104,7 @@ class PlannedRun:
     name: str
     shapes: Sequence[ParameterShape]
     units_of: Callable[[int], Sequence[Sequence[str]]]
-    """Returns the names of the parameters of each unit, for a maximum of gathered elements."""
+    """Returns the names of the parameters of each unit, given the maximum number of gathered elements."""
     slots_of: Callable[[OptimizerSection | None, int], Mapping[str, Slots]]
     """Returns the slots of each parameter for an optimizer and a world size, by name."""
     dims: Dims
@@ -119,7 +119,7 @@ class PlannedRun:
     disk_bytes: int | None
     """Free bytes on the drive; None if unknown, and assumed to be enough."""
     context: ResolveContext
-    """For "auto": the devices' native types, and placeholders for a training script's values."""
+    """For "auto": the devices' native dtypes, and placeholders for a training script's values."""
 
     @property
     def world_size(self) -> int:
@@ -129,7 +129,7 @@ class PlannedRun:
     @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(math.prod(each.shape) for each in self.shapes)
+        return sum(math.prod(parameter.shape) for parameter in self.shapes)
 
     def resolved(self, config: Mapping[str, Any]) -> Config:
         """Return `config` loaded and resolved, as the engine reads it."""
@@ -163,7 +163,7 @@ class PlannedRun:
             plan = self.make_plan_of(resolved, None)
         activations, moved = activations_of(resolved, self.dims, self.seq_length, device_is_host=not self.gpus)
         transit = self._transit_bytes(resolved, plan)
-        # Whole tensors are updated after the backward has freed its memory.
+        # Whole tensors are updated after the backward pass has freed its memory.
         on_device = plan.held_total.device + max(transit + activations, plan.update_bytes)
         in_host = plan.held_total.host + (moved if resolved.activations == "host" else 0)
         on_disk = plan.file_bytes + (moved if resolved.activations == "disk" else 0)
@@ -217,7 +217,7 @@ class PlannedRun:
     def notes(self, config: Mapping[str, Any]) -> list[str]:
         """Return notes on the numbers."""
         estimates_note = (
-            f"activations and buffers in transit are estimates; {HEADROOM_PERCENT} % of each memory is left free"
+            f"activations and buffers in transit are estimates; {HEADROOM_PERCENT} % of each memory tier is left free"
         )
         device, precision = "GPU" if self.gpus else "CPU", self.resolved(config).precision
         precision_remark = precision_note(load_config(dict(config)).settings, precision, self.context.native, device)
@@ -225,7 +225,7 @@ class PlannedRun:
 
     def _transit_bytes(self, config: Config, plan: Plan) -> int:
         """Return the estimated bytes that a device needs in addition to its state: gathered parameters of two units,
-        gradients of a unit (unless autograd's own are kept), and buckets of collectives."""
+        gradients of a unit (unless autograd's own remain), and buckets of collectives."""
         sizes = {parameter.name: math.prod(parameter.shape) for parameter in self.shapes}
         units = self.units_of(config.zero.stage3_max_live_parameters)
         unit_numel = max((sum(sizes[name] for name in unit) for unit in units), default=0)
@@ -233,5 +233,5 @@ class PlannedRun:
         num_buckets = 0 if self.world_size == 1 else 2
         gradients = plan.held["gradients"]
         cast = plan.settings.accumulation_steps > 1 and config.precision != "fp32"
-        kept = 0 < gradients.total == gradients.device and not cast and (config.stage < 2 or self.world_size == 1)
-        return plan.gathered_bytes + ((0 if kept else unit_numel) + num_buckets * bucket_numel) * itemsize_of(config)
+        keeps = 0 < gradients.total == gradients.device and not cast and (config.stage < 2 or self.world_size == 1)
+        return plan.gathered_bytes + ((0 if keeps else unit_numel) + num_buckets * bucket_numel) * itemsize_of(config)

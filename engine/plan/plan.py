@@ -1,4 +1,4 @@
-"""A plan: what each parameter needs, where its state is placed, and the bytes a step moves, with its report. Also its
+"""A plan: what each parameter needs, where its state is placed, and the bytes that a step moves, with its report. Also its
 inputs from a model and a config, for the engine and `zstore plan`, with estimates of activations. Pure functions."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..params.sharding import D, GradientTypes, Sharding
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes by place, without padding, as the store counts them. Each byte is in exactly one of the three."""
+    """Bytes by tier, without padding, as the store counts them. Each byte is on exactly one of the three."""
 
     device: int = 0
     host: int = 0
@@ -55,7 +55,7 @@ class TensorSlot:
 
 
 Slots = tuple[str | TensorSlot, ...]
-"""The fp32 arrays of an optimizer for a parameter, without its master."""
+"""The fp32 arrays of an optimizer for a parameter, excluding its master."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,15 +66,15 @@ class Need:
     grid: Grid
     """Partition of the arrays of its state (`ParameterRecord.state_grid`)."""
     shard: int
-    """Number of this rank's shard on `grid`."""
+    """Index of this rank's shard on `grid`."""
     dtype: str
-    """Type of the parameter, as "bfloat16"."""
+    """Dtype of the parameter, such as "bfloat16"."""
     gradient_dtype: str
-    """Type in which its gradient is stored until the update."""
+    """Dtype in which its gradient is stored until the update."""
     slots: Slots | None
     """None: the parameter is not trained."""
     stays_gathered: bool
-    """Every rank always has all values on its device: stages 0 to 2, and below the persistence threshold."""
+    """Every rank always has all values on its device: at stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
     """The full gradient accumulates on the device and is reduced once per step (stages 0 and 1 with several ranks)."""
     state_ranks: int = 1
@@ -82,12 +82,12 @@ class Need:
     secondary_numel: int = 0
     """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
     moments: Moments = "fp32"
-    """Type of the moments among the slots; other slots are in fp32."""
+    """Dtype of the moments among the slots; other slots are in fp32."""
 
     @property
     def update_bytes(self) -> int:
-        """Memory for updating a whole tensor: master, slots and gradient, four times that if ranks exchange them; 0 for
-        an update in tiles."""
+        """Memory for updating a whole tensor: master, slots and gradient, or four times that if ranks exchange them; 0 for an
+        update in tiles."""
         shapes = [slot.shape for slot in self.slots or () if isinstance(slot, TensorSlot)]
         numel = 2 * self.numel + sum(self.numel if shape is None else math.prod(shape) for shape in shapes)
         return 4 * numel * (4 if self.grid.num_shards > 1 else 1) if shapes else 0
@@ -119,9 +119,9 @@ class PlacementSettings:
     buffer_bytes: int = 0
     """Transfer buffers of all pools together."""
     buffer_bytes_for: Callable[[int], int] | None = field(default=None, compare=False)
-    """Returns `buffer_bytes` for another budget; None if it does not depend on the budget."""
+    """Returns `buffer_bytes` for a given budget; None if it does not depend on the budget."""
     update_buffer_bytes: int | None = None
-    """Part of `buffer_bytes` for the update; None: all."""
+    """Part of `buffer_bytes` for the update; None: all of it."""
     stores_gradients: bool | None = True
     """Gradients are stored until the update, for a global norm or because they accumulate. False: each is used as it
     arrives. None: like False, but gradients are stored in host memory if the budget has room for them and all state."""
@@ -129,32 +129,32 @@ class PlacementSettings:
     """Forward passes per step on this rank; each reads parameters on disk again."""
     gathers: int = 2
     """Approximate number of gathers of a parameter per micro-batch: for forward and for backward. A parameter that is
-    still gathered is not gathered again; one in two units may be gathered for each."""
+    still gathered is not gathered again; one that two units share may be gathered for both."""
     device_is_host: bool = True
     """The device is the CPU, so arrays on the device are in host memory too, outside the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """The places of one parameter's state. See [Note: placement] for the master of an fp32 parameter."""
+    """The tiers of one parameter's state. See [Note: placement] for the master of an fp32 parameter."""
 
     state: TierName
     """Optimizer slots, and the master if it is separate."""
     parameter: TierName
-    """This rank's rows between uses; all values, if it stays gathered."""
+    """This rank's rows between uses; all values if it stays gathered."""
     gradient: TierName
-    """This rank's rows while they wait for the update. "device": in the memory that the backward writes."""
+    """This rank's rows while they wait for the update. "device": in the buffer that the backward pass writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The places of one rank's training state, and the bytes that a step moves."""
+    """The tiers of one rank's training state, and the bytes that a step moves."""
 
     settings: PlacementSettings
     placements: Mapping[str, Places]
-    """The places by parameter, in order."""
+    """The tiers by parameter, in order."""
     stay_gathered: frozenset[str]
-    """Parameters that every rank always holds in full on its device."""
+    """Parameters of which every rank always has all values on its device."""
     held: Mapping[str, Bytes]
     """By kind: "parameters" (including parameters that are their own fp32 master), "secondary parameters" (of
     `zero_hpz_partition_size`), "gradients" (none if they are used as they arrive), "master", each slot, "buffers"."""
@@ -163,7 +163,7 @@ class Plan:
     written_bytes: int
     """Written to disk per step, with checksums and padding."""
     files: tuple[tuple[Field, int], ...]
-    """Field and bytes on disk of each file, with index, checksums and padding, in the order of creation."""
+    """Field and bytes on disk of each file, including index, checksums and padding, in order of creation."""
     budget_used_bytes: int
     """Bytes of host memory that count against the budget, buffers included."""
     budget_full_bytes: int
@@ -185,7 +185,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Bytes in host memory, including the device's if it is the CPU. Buffers count only if there are files, since
-        otherwise hardly any are used."""
+        otherwise almost none are used."""
         kinds = [held for kind, held in self.held.items() if kind != "buffers" or self.files]
         on_device = sum(held.device for held in kinds) if self.settings.device_is_host else 0
         return on_device + sum(held.host for held in kinds)
@@ -216,7 +216,7 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
         unit = "step" if settings.gathers > 1 else "forward"  # frozen: there is no backward
         writes = f" and writes {written}" if plan.written_bytes else ""
         lines.append(f"  each {unit} of this machine's ranks ({local_ranks}) reads about {read} from disk{writes}")
-        lines.append(f"  their files take {files}, and a checkpoint that links them as much again")
+        lines.append(f"  their files take {files}, and a checkpoint that links them takes the same again")
     if not settings.device_is_host and settings.optimizer != "none" and settings.ratio != 1:
         lines.append(
             f'  results depend on "ratio": {settings.ratio:g}: the device updates the other {1 - settings.ratio:.1%} of the '
@@ -242,7 +242,7 @@ class ParameterShape:
 
 
 def gradient_types(config: Config, world_size: int, types: Mapping[str, D]) -> GradientTypes[D]:
-    """Return the gradient types of a resolved config, by the data type of each precision."""
+    """Return the gradient dtypes of a resolved config, given the dtype of each precision."""
     accumulation, reduction = config.settings.data_types.grad_accum_dtype, config.settings.communication_data_type
     return GradientTypes(
         summed=types["fp32"],
@@ -283,14 +283,13 @@ def find_needs(
 
     default_dtype = DTYPES[config.precision]
     return {
-        each.name: need_of(each.shape, each.dtype or default_dtype, slots.get(each.name), each.name not in gathered)
-        for each in shapes
+        p.name: need_of(p.shape, p.dtype or default_dtype, slots.get(p.name), p.name not in gathered) for p in shapes
     }
 
 
 def _sharded_parameters(shapes: Sequence[ParameterShape], config: Config) -> Iterator[str]:
     """Yield the parameters that do not stay gathered (stage 3): those with at least as many elements as the threshold,
-    or more than what earlier ones leave of the model's limit."""
+    or more than earlier ones leave of the model's limit."""
     room_numel = config.zero.stage3_model_persistence_threshold
     for parameter in shapes:
         numel = math.prod(parameter.shape)
@@ -306,7 +305,7 @@ def _sharded_parameters(shapes: Sequence[ParameterShape], config: Config) -> Ite
 
 def placement_settings(config: Config, *, budget_bytes: int | None, device_is_host: bool) -> PlacementSettings:
     """Return the settings of a resolved config; `budget_bytes` is one rank's share of the machine's budget. With ratio
-    "auto" no optimizer state is on the device yet: see `fill_device`."""
+    "auto", no optimizer state is on the device yet: see `fill_device`."""
     zero = config.settings.zero_optimization
     ratio, steps = zero.offload_optimizer.ratio, config.batch.accumulation_steps
     keeps_rows = config.world_size > 1 and config.offload_optimizer.device == "none"
@@ -432,7 +431,7 @@ def activations_of(config: Config, dims: Dims, seq_length: int, *, device_is_hos
 
     34 s b h bytes per layer in 16-bit precision: Korthikanti et al., Reducing Activation Recomputation in Large Transformer
     Models (https://arxiv.org/abs/2205.05198), section 4.1, without the term in s^2, since attention kernels store no scores.
-    With checkpointing 2 s b h per layer, and one layer in full. The logits are added: in the compute type, in fp32 for the
+    With checkpointing, 2 s b h per layer, and one layer in full. The logits are added: in the compute dtype, in fp32 for the
     loss, and their gradient in fp32.
     """
     tokens, itemsize = config.batch.micro_batch_size * seq_length, itemsize_of(config)

@@ -29,7 +29,7 @@ _log = logging.getLogger("zstore")
 
 def budget_of_rank(config: Config, world: World) -> int | None:
     """Return this rank's share of the machine's host budget in bytes; None means no limit. "auto" is a share of the available
-    memory, within the limits of control groups. Raises UsageError if that is unknown."""
+    memory, limited by control groups. Raises UsageError if that is unknown."""
     budget = config.zstore.host_budget_bytes
     if budget == "auto":
         available = read_host_memory().available_bytes
@@ -70,7 +70,7 @@ def plan_run(
     device_is_host: bool,
     device_bytes: int | None = None,
 ) -> Plan:
-    """Return the placement of all state (all ranks), which rank 0 logs if anything is offloaded. `device_bytes` is the
+    """Return the plan of all state (all ranks); rank 0 logs it if anything is offloaded. `device_bytes` is the
     memory of a device other than the host; by default that of the CUDA device.
 
     `slots` has the optimizer's slots for each parameter that it updates. Raises BudgetError, on every rank, if the state
@@ -109,13 +109,13 @@ def check_device(plan: Plan, device_bytes: int) -> None:
     if kept_bytes + transient_bytes > device_bytes:
         raise BudgetError(
             f"the device has {format_bytes(device_bytes)}, but this plan keeps {format_bytes(kept_bytes)} on it and gathers "
-            f"{format_bytes(transient_bytes)} of parameters at once, activations not counted: use more ranks, a higher "
+            f"{format_bytes(transient_bytes)} of parameters at once, not counting activations: use more ranks, a higher "
             "stage, or offload_optimizer and offload_param (`zstore plan` shows what fits)"
         )
 
 
 def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
-    """Raise BudgetError, on every rank, if any ranks need more memory than their machine or control group has (all ranks)."""
+    """Raise BudgetError, on every rank, if the ranks of a machine or control group need more memory than it has (all ranks)."""
     limits = {memory.machine: memory.total_bytes}
     limits |= {f"{memory.machine} {group.key}": group.limit_bytes for group in memory.groups}
     rank_needs = world.all_gather_object([list(limits), plan.host_bytes])
@@ -125,9 +125,9 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
             if limit_bytes is not None and needed_bytes > limit_bytes + memory.swap_bytes:
                 raise BudgetError(
                     f"the host has {format_bytes(limit_bytes + memory.swap_bytes)} of memory available (including swap), "
-                    f"but the plan keeps {format_bytes(plan.host_bytes)} of this rank there, {format_bytes(needed_bytes)} "
-                    f"with the other ranks there, activations not counted: set a smaller host_budget_bytes with "
-                    'offload_optimizer and offload_param on "nvme", or use more machines (`zstore plan` shows what fits)'
+                    f"but the plan keeps {format_bytes(plan.host_bytes)} of this rank's state there, "
+                    f"and {format_bytes(needed_bytes)} with all its ranks', not counting activations: set a smaller "
+                    'host_budget_bytes with offload_optimizer and offload_param on "nvme", or use more machines (`zstore plan` shows what fits)'
                 )
 
 
@@ -149,7 +149,7 @@ def check_drives(plan: Plan, store: Store, world: World) -> None:
             if needed > free:
                 raise DiskFullError(
                     f"the plan's files take {format_bytes(needed)} in {', '.join(map(str, folders))}, where "
-                    f"{format_bytes(free)} are free: give another `nvme_path` (each drive gets an equal share), or raise "
+                    f"{format_bytes(free)} is free: add an `nvme_path` (each drive gets an equal share), or raise "
                     "`host_budget_bytes`"
                 )
 
@@ -163,8 +163,8 @@ _MIN_TENSOR_CORE_CAPABILITY = 7
 
 
 def native_types(device: torch.device | None = None) -> frozenset[str]:
-    """Return which of "bf16" and "fp16" a device (by default this machine's first) supports by instructions that torch
-    uses. A CPU without them multiplies bf16 a hundred times slower than fp32; one with only fp16 also sums in fp16, so
+    """Return which of "bf16" and "fp16" a device (by default the machine's first) supports with instructions that torch
+    uses. A CPU without them multiplies bf16 a hundred times slower than fp32; a CPU with only fp16 also sums in fp16, so
     neither counts."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
     if device.type == "cuda":
@@ -185,5 +185,5 @@ def native_types(device: torch.device | None = None) -> frozenset[str]:
 
 
 def agree_on_native_types(world: World) -> frozenset[str]:
-    """Return rank 0's native types, which determine the precision on all ranks (all ranks)."""
+    """Return rank 0's native types, which determine every rank's precision (all ranks)."""
     return frozenset(world.broadcast_object(sorted(native_types(world.device)) if world.rank == 0 else None))

@@ -5,11 +5,11 @@ A use begins when a forward or backward needs a unit that is not in use. The use
 backward; without gradients, one forward of the model) are recorded with the point at which each ended. They determine the
 schedule of the following iterations, which repeat them:
 
-keep   a unit that is used again soon keeps its memory in between, nearest first;
+keep   a unit that is used again soon stays gathered in between, nearest next use first;
 start  slot 0 is the start of the iteration, slot i + 1 the start of use i. A slot starts gathering later uses, in order:
        at least the next one, and more within the bucket.
 
-Both respect the limit of live elements in the recorded uses. Nothing depends on time or on when a rank releases a unit, so
+Both respect the limit on live elements in the recorded uses. Nothing depends on time or on when a rank releases a unit, so
 ranks with the same order start the same collectives in the same order. An iteration that deviates from the order runs
 without prefetch and is recorded as the new order.
 """
@@ -30,9 +30,9 @@ class PrefetchLimits:
     """Limits on the memory spent to avoid waits, in elements of gathered parameters."""
 
     prefetch_numel: int = 50_000_000
-    """Gathered ahead of use; at least one unit is, unless it is 0."""
+    """Gathered ahead of use; at least one unit is, unless this is 0."""
     live_numel: int = 1_000_000_000
-    """Gathered at a time, including prefetched and kept units. A unit in use may exceed it."""
+    """Gathered at the same time, including prefetched and kept units. A unit in use may exceed it."""
     reuse_numel: int = 0
     """A unit is kept if at most this many elements of other units are used before its next use."""
 
@@ -61,19 +61,19 @@ class Schedule:
 def make_schedule(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits) -> Schedule:
     """Return the schedule of iterations that repeat `uses`; `numel` has the elements of each unit."""
     live = [0] * len(uses)
-    for number, use in enumerate(uses):
-        _add_numel(live, number, use.last_started + 1, numel[use.unit])
+    for index, use in enumerate(uses):
+        _add_numel(live, index, use.last_started + 1, numel[use.unit])
     retained_until = _plan_keeping(uses, numel, limits, live)
     return Schedule(
         units=tuple(use.unit for use in uses),
         start=_plan_starts(uses, numel, limits, live, retained_until),
-        keep=tuple(number in retained_until for number in range(len(uses))),
+        keep=tuple(index in retained_until for index in range(len(uses))),
     )
 
 
 def _add_numel(live: list[int], first: int, stop: int, numel: int) -> None:
-    for number in range(first, min(stop, len(live))):
-        live[number] += numel
+    for index in range(first, min(stop, len(live))):
+        live[index] += numel
 
 
 def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int]) -> dict[int, int]:
@@ -82,19 +82,19 @@ def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLim
     last_use_of: dict[int, int] = {}
     candidates: list[tuple[int, int, int]] = []
     for next_use, use in enumerate(uses):
-        number = last_use_of.get(use.unit)
+        previous = last_use_of.get(use.unit)
         last_use_of[use.unit] = next_use
-        if number is not None:
-            distance = numel_before[next_use] - numel_before[min(uses[number].last_started + 1, next_use)]
+        if previous is not None:
+            distance = numel_before[next_use] - numel_before[min(uses[previous].last_started + 1, next_use)]
             if distance <= limits.reuse_numel:
-                candidates.append((distance, number, next_use))
+                candidates.append((distance, previous, next_use))
     # Prefetched units take priority, since they hide the wait for every unit.
     room = limits.live_numel - min(limits.prefetch_numel, max(numel, default=0))
     retained_until: dict[int, int] = {}
-    for _, number, next_use in sorted(candidates):
-        first, size = uses[number].last_started + 1, numel[uses[number].unit]
+    for _, previous, next_use in sorted(candidates):
+        first, size = uses[previous].last_started + 1, numel[uses[previous].unit]
         if first >= next_use or max(live[first:next_use]) + size <= room:
-            retained_until[number] = next_use
+            retained_until[previous] = next_use
             _add_numel(live, first, next_use, size)
     return retained_until
 
@@ -104,7 +104,7 @@ def _plan_starts(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the uses whose gather starts at each slot; adds their elements to `live`."""
     retained = set(retained_until.values())
-    to_gather = deque(number for number in range(len(uses)) if number not in retained)
+    to_gather = deque(index for index in range(len(uses)) if index not in retained)
     end_slot_of: dict[int, int] = {}
     free_at: list[int] = []  # the first slot after the previous use of the same unit
     for use in uses:
@@ -118,14 +118,15 @@ def _plan_starts(
                 queue.popleft()
         started: list[int] = []
         first = max(slot - 1, 0)
-        prefetched_numel = sum(numel[uses[number].unit] for number in prefetched)
+        prefetched_numel = sum(numel[uses[index].unit] for index in prefetched)
         while to_gather and limits.prefetch_numel > 0:
-            number = to_gather[0]
-            size = numel[uses[number].unit]
+            use_index = to_gather[0]
+            size = numel[uses[use_index].unit]
             too_many = prefetched_numel > 0 and prefetched_numel + size > limits.prefetch_numel
-            if too_many or slot < free_at[number] or any(n + size > limits.live_numel for n in live[first:number]):
+            too_large = any(n + size > limits.live_numel for n in live[first:use_index])
+            if too_many or too_large or slot < free_at[use_index]:
                 break
-            _add_numel(live, first, number, size)
+            _add_numel(live, first, use_index, size)
             started.append(to_gather.popleft())
             prefetched_numel += size
         prefetched.extend(started)
@@ -142,7 +143,7 @@ class Recorder:
         self._last_started: list[int] = []
         self._active: dict[int, int] = {}
         self.on_schedule = False
-        """Whether the current iteration has matched the recorded one up to now."""
+        """Whether the current iteration has matched the schedule until now."""
 
     def begin(self, schedule: Schedule) -> None:
         """Start an iteration."""
@@ -152,26 +153,26 @@ class Recorder:
 
     def begin_use(self, unit: int) -> int:
         """Record the start of a use of `unit`; return its index. `on_schedule` says whether it was expected."""
-        number = len(self._units)
+        index = len(self._units)
         self._units.append(unit)
-        self._last_started.append(number)
-        self._active[unit] = number
+        self._last_started.append(index)
+        self._active[unit] = index
         expected = self._schedule.units
-        self.on_schedule = self.on_schedule and number < len(expected) and expected[number] == unit
-        return number
+        self.on_schedule = self.on_schedule and index < len(expected) and expected[index] == unit
+        return index
 
     def end_use(self, unit: int) -> bool:
         """Record the end of the use of `unit`; return whether to keep the unit for its next use."""
-        number = self._active.pop(unit, None)
-        if number is None:
+        index = self._active.pop(unit, None)
+        if index is None:
             return False
-        self._last_started[number] = len(self._units) - 1
-        return self.on_schedule and self._schedule.keep[number]
+        self._last_started[index] = len(self._units) - 1
+        return self.on_schedule and self._schedule.keep[index]
 
     def end(self) -> tuple[Use, ...] | None:
         """End the iteration; return its uses if they differ from the schedule and are not too many to plan."""
-        for number in self._active.values():
-            self._last_started[number] = len(self._units) - 1
+        for index in self._active.values():
+            self._last_started[index] = len(self._units) - 1
         if tuple(self._units) == self._schedule.units or len(self._units) > _MAX_USES:
             return None
         return tuple(map(Use, self._units, self._last_started))

@@ -3,7 +3,7 @@
 [Note: compiled units]
 A unit's gather and release stay outside of graphs: the hooks of its module run as usual, and only the module's forward is
 compiled. Values are gathered into one storage (see [Note: the memory of a parameter]), which a graph's saved tensors alias, and
-a graph depends only on a parameter's type and shape: new values and addresses cause no recompilation.
+a graph depends only on a parameter's dtype and shape: new values and addresses cause no recompilation.
 
 Within a compiled forward all parameters of the unit are gathered, so the hooks on inner modules are disabled: they would be
 traced, and they differ between blocks. Blocks whose forward is the same function share its graphs.
@@ -36,7 +36,7 @@ _log = logging.getLogger("zstore")
 
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
-"""Like `torch.compile(backend=...)` without a function: compiles the function that it is given."""
+"""Like `torch.compile(backend=...)` without a function: compiles the function that is passed to it."""
 
 
 def make_compiler(backend: Any, options: dict[str, Any]) -> Compiler:
@@ -50,8 +50,8 @@ def make_compiler(backend: Any, options: dict[str, Any]) -> Compiler:
     cxx = os.environ.get("CXX", "g++")
     if backend == "inductor" and not torch.cuda.is_available() and not any(map(shutil.which, (cxx, "clang++"))):
         raise UsageError(
-            f"engine.compile(): without a GPU inductor compiles C++, and there is no compiler {cxx!r}: install g++, "
-            'name another compiler in the variable CXX, or pass backend="aot_eager", which needs none'
+            f"engine.compile(): without a GPU, inductor compiles C++, and there is no compiler {cxx!r}: install g++, "
+            'set the variable CXX to a different compiler, or pass backend="aot_eager", which needs none'
         )
     return compiler
 
@@ -68,7 +68,7 @@ class CompiledUnits:
         _require_no_cuda_graphs(compiler)
         hooks.stay_out_of_graphs(model.modules())
         self._originals: list[tuple[nn.Module, Any]] = []
-        """Modules and the original forward in their `__dict__`, or None."""
+        """Modules, each with the original forward in its `__dict__`, or None."""
         self.names: list[str] = []
         """Names of the compiled units."""
         units = [sharded.unit for sharded in hooks.units.all]
@@ -84,7 +84,7 @@ class CompiledUnits:
         else:
             _log.warning(
                 "compile: none of the %d units is compiled: each is one layer of torch.nn or contains other units. Put "
-                "the blocks of the model into a ModuleList",
+                "the model's blocks into a ModuleList",
                 num_uncompiled,
             )
 
@@ -111,8 +111,8 @@ def _require_no_cuda_graphs(compiler: Compiler) -> None:
     settings = cast("Any", compiler(_noop)).get_compiler_config()
     if settings and settings.get("triton.cudagraphs"):
         raise UsageError(
-            "compile: CUDA graphs need parameters at fixed addresses, but sharded and offloaded ones move: leave "
-            'mode="reduce-overhead", mode="max-autotune" or options={"triton.cudagraphs": True} out, or use '
+            "compile: CUDA graphs need parameters at fixed addresses, but sharded and offloaded ones move: omit "
+            'mode="reduce-overhead", mode="max-autotune" or options={"triton.cudagraphs": True}, or use '
             'mode="max-autotune-no-cudagraphs"'
         )
 
@@ -182,8 +182,8 @@ def _without_hooks(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> It
 
 def _without_ids(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDict[int, Any]:
     # Also without a `ReadGuard`'s hook: the hook of the unit's module checks all its parameters.
-    kept = {n: hook for n, hook in hooks.items() if n not in hook_ids and not isinstance(hook, ModuleHook)}
-    return OrderedDict(kept)
+    remaining = {n: hook for n, hook in hooks.items() if n not in hook_ids and not isinstance(hook, ModuleHook)}
+    return OrderedDict(remaining)
 
 
 @contextmanager

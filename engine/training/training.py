@@ -40,7 +40,7 @@ class Training:
     config: Config
     model: nn.Module
     plan: Plan
-    """The tier of each array; fixed before any memory is allocated."""
+    """The tier of each array; fixed before anything is allocated."""
     state: OptimizerState
     update: Update
     gradients: Gradients
@@ -61,7 +61,7 @@ class Training:
     was_applied: bool = False
     """Whether the last step changed parameters."""
     offloaded_states: set[str] = field(default_factory=set)
-    """Names of the states that `offload_states` has moved away."""
+    """Names of the states that `offload_states` has offloaded."""
 
     def __post_init__(self) -> None:
         self.accumulation = Accumulation(batch=self.config.batch, world_size=self.world.world_size)
@@ -69,7 +69,7 @@ class Training:
         self._scaled_norm: float | None = None
         """Norm of the gradients including the loss scale and the loop's own scaling; None until computed."""
         self._clip_factor: float | None = None
-        """Factor of the gradients in this step if the loop clipped them, excluding the loss scale."""
+        """Factor by which this step's gradients are multiplied if the loop clipped them, excluding the loss scale."""
         self.gradients.exposed.owner = self
 
     @property
@@ -116,8 +116,8 @@ class Training:
             )
 
     def backward(self, loss: torch.Tensor, *, divide: bool, retain_graph: bool) -> None:
-        """Accumulate the gradients of one micro-batch: of its loss times the loss scale, with `divide` divided by the
-        number of accumulation steps. If that fails, the accumulation starts over."""
+        """Accumulate the gradients of one micro-batch: of its loss times the loss scale, and if `divide`, divided by
+        the number of accumulation steps. If that fails, the accumulation starts over."""
         scaled = loss.float()
         if divide and self.accumulation.batch.accumulation_steps > 1:
             scaled = scaled / self.accumulation.batch.accumulation_steps
@@ -136,8 +136,8 @@ class Training:
         self.require_not_offloaded("a backward")
         if self.gradients.sums is not None:
             raise UsageError(
-                "a backward after the norm of the gradients was computed, and before step(): compute it after the last "
-                "backward"
+                "a backward was started after the norm of the gradients was computed and before step(): compute it after the "
+                "last backward"
             )
         self.update.drain()
         if self.update.runs_in_backward and self.accumulation.is_boundary:
@@ -169,11 +169,11 @@ class Training:
         self.accumulation.backwards += 1
 
     def abandon_backward(self, raised: BaseException) -> None:
-        """Discard a backward that failed, with the accumulation; if that is impossible, `raised` gets a note."""
+        """Discard a failed backward and the accumulation; if that is impossible, add a note to `raised`."""
         if self.update.abandon():
             raised.add_note(
                 'With "step_overlap": "backward" parameters were already updated: load a checkpoint before continuing. For '
-                f"backwards that change nothing if they fail, {OTHER_MODES}."
+                f"backward passes that change nothing if they fail, {OTHER_MODES}."
             )
         self.restart_accumulation()
         if self.hooks is not None:
@@ -197,7 +197,7 @@ class Training:
             self.accumulation.backwards, self.accumulation.was_cleared = 0, True
 
     def notice_cleared(self) -> None:
-        """Call `zero_grad` if the training loop has set all gradients to None itself (all ranks)."""
+        """Call `zero_grad` if the training loop itself has set all gradients to None (all ranks)."""
         if self.accumulation.backwards and self.gradients.exposed.are_cleared:
             self.zero_grad()
 
@@ -241,8 +241,8 @@ class Training:
         return self._scaled_norm
 
     def clip(self, max_norm: float) -> float:
-        """Clip the gradients of this step and of later ones to `max_norm` (0: no clipping); return the unscaled norm of
-        this step's gradients before clipping (all ranks)."""
+        """Clip the gradients of this and later steps to `max_norm` (0: no clipping); return the unscaled norm of this
+        step's gradients before clipping (all ranks)."""
         norm, self.clip_norm = self.scaled_grad_norm() / self.scaler.scale, max_norm
         factor, previous = scale_factor(norm, max_norm, 1.0), self._clip_factor
         is_applied = math.isfinite(norm) or self.scaler.non_finite == "apply"
@@ -264,7 +264,7 @@ class Training:
         self._require_averaged_gradients("a gradient cannot be multiplied")
         if self.update.runs_in_backward:
             raise UsageError(
-                f"the gradient of parameter {record.name!r} was multiplied by a number between backward() and step(), but with "
+                f"the gradient of parameter {record.name!r} was scaled between backward() and step(), but with "
                 f'"step_overlap": "backward" the parameter has been updated already: {OTHER_MODES}'
             )
         with self.world.calling("gradients"):
@@ -284,13 +284,13 @@ class Training:
 
         By default such gradients raise NonFiniteError on every rank, except in fp16, and parameters without a gradient
         raise UsageError if the config asks for that, before the update. After an error the gradients are dropped; for
-        the state see [Note: which state is consistent].
+        the state, see [Note: which state is consistent].
         """
         if self.hooks is not None:
             self.hooks.units.invalidate(by_step=True)  # a forward without a backward leaves stale values
         try:
             self.gradients.exposed.adopt()
-            norm = self.scaled_grad_norm(prefetch=True)  # reduces, agrees on which gradients there are, sums squares
+            norm = self.scaled_grad_norm(prefetch=True)  # reduces, agrees on which gradients exist, sums squares
             self.norm = norm / self.scaler.scale
             accepted = self.scaler.accepts(norm, self.counters.global_steps + 1, self._what_changed)
             if accepted:
@@ -315,10 +315,10 @@ class Training:
         if not self.update.is_in_backward:
             return "no parameter and no optimizer state was changed"
         changed = 'with "step_overlap": "backward" parameters changed before this was detected: load a checkpoint'
-        return f"{changed}, and to find such gradients before any change {OTHER_MODES}"
+        return f"{changed}, and to detect such gradients before any change, {OTHER_MODES}"
 
     def _factor(self, norm: float) -> float:
-        """Return the factor of this step's gradients, except those that the loop has scaled itself."""
+        """Return the factor for this step's gradients, except those that the loop has scaled itself."""
         if self._clip_factor is None:
             return scale_factor(norm, self.clip_norm, self.scaler.scale)
         return self._clip_factor / self.scaler.scale
@@ -331,7 +331,7 @@ class Training:
         return StepSettings.of(self.optimizer.param_groups, step=step, factor=factor, factors=factors)
 
     def gather_resident(self, records: list[ParameterRecord]) -> None:
-        """Bring every rank's rows of resident parameters to all ranks, after their owners have changed them."""
+        """All-gather the rows of resident parameters, after their owners have changed them."""
         if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
             all_gather_rows(self.world, resident, int(self.config.settings.zero_optimization.allgather_bucket_size))

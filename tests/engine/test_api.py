@@ -146,7 +146,7 @@ def test_a_config_that_says_nothing_clips_to_1_as_deepspeed_does(caplog: pytest.
 def _copies(rank: int) -> None:
     with start_linear(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0}) as engine:
         for call in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(UsageError, match=r"is sharded: make the copy within `with zstore\.gather"):
+            with pytest.raises(UsageError, match=r"is sharded: copy it within `with zstore\.gather"):
                 call(engine.module)
         with zstore.gather(engine.module):
             copied, pickled = copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))
@@ -284,7 +284,7 @@ def _resume(rank: int, folder: str, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("total", "micro", "advice"),
     [
-        (6, 6, r'world sizes that can are 1; set "train_micro_batch_size_per_gpu": 3, 1 per step'),
+        (6, 6, r'world sizes that work are 1; set "train_micro_batch_size_per_gpu": 3, 1 per step'),
         (3, 2, r"no micro-batch size works with 2 ranks; the batch can be divided among 1, 3"),
     ],
 )
