@@ -282,7 +282,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     if ratio != saved_ratio and None not in (ratio, saved_ratio):
         warn_once(
             'resumed with offload_optimizer "ratio": %s from a checkpoint with %s: a different part of the state is '
-            "updated on the device, which rounds differently from the CPU, so the bits will differ from those of the run that saved it",
+            "updated on the device, which rounds differently from the CPU, so the bits will differ from the run that saved it",
             ratio,
             saved_ratio,
         )
