@@ -55,7 +55,7 @@ class RankArray:
     start_read: Callable[[int, int], Read]
     """Starts a read of local flat elements `[first, stop)` of this rank's shard."""
     shape: tuple[int, ...] | None = None
-    """Shape of the whole array if it differs from the parameter's: the array is then cut along its own rows."""
+    """Shape of the whole array if it differs from the parameter's: the array is then partitioned along its own rows."""
 
     def grid(self, num_ranks: int) -> Grid:
         """Return its partition over `num_ranks` ranks that share the state."""
@@ -67,7 +67,7 @@ Put = Callable[[RankArray, int, torch.Tensor], None]
 
 
 class Access:
-    """Access to whole tensors of one run. `before_changes` ends work that reads the state, such as a save, before a change."""
+    """Access to whole tensors of one run. `before_changes` completes reads of the state, such as a save, before a change."""
 
     def __init__(
         self, roots: dict[str, nn.Module | None], training: Training, before_changes: Callable[[], None]
@@ -86,7 +86,7 @@ class Access:
         live_runs.add(self)
 
     def find(self, name: str) -> ParameterRecord | None:
-        """Return the record of a parameter by its name in the model, perhaps with the engine's prefix `module.`."""
+        """Return the record of a parameter by its name in the model, optionally with the engine's prefix `module.`."""
         return self._by_name.get(name) or self._by_name.get(name.removeprefix("module."))
 
     def record(self, name: str) -> ParameterRecord:
@@ -98,7 +98,7 @@ class Access:
 
     def require_no_open_gather(self, call: str) -> None:
         """Raise UsageError within a block of `zstore.gather`, whose values would become outdated."""
-        if self.guard.open_blocks:  # on all ranks alike
+        if self.guard.open_blocks:  # the same on all ranks
             self.world.raise_together(UsageError(f"{call} within `with zstore.gather(...)`: end the block first"))
 
     def prepare(self, call: str, check: Callable[[], T], *, changes: bool = False, moves: bool = False) -> T:
@@ -166,7 +166,7 @@ class Access:
             rows = gradients.owned(record)
             if not agree_any(self.world, [rows is not None])[0]:
                 return None
-            # In fp32 on every rank: rows on disk may be in a wider type than another rank's.
+            # In fp32 on every rank: rows on disk may be in a wider dtype than another rank's.
             source = rows_source(record, torch.zeros(0) if rows is None else rows, torch.float32)
             found = self.read_whole(source, rank0_only=rank0_only)
         if found is None or (rank0_only and self.world.rank > 0):
@@ -174,8 +174,8 @@ class Access:
         return found.float().div_(self.scaler.scale)
 
     def source(self, record: ParameterRecord, group: str, dtype: torch.dtype | None = None) -> RankArray:
-        """Return this rank's rows of an array of a parameter, in its type or in `dtype`. The array of group "model" is the
-        master, or the parameter if it is not trained."""
+        """Return this rank's rows of an array of a parameter, in its own dtype or in `dtype`. The array of group "model" is
+        the master, or the parameter if it is not trained."""
         store, name = self.state.store, f"{group}/{record.name}"
         spec = store.spec(name)
         read_dtype: torch.dtype = dtype or getattr(torch, spec.dtype)
@@ -248,7 +248,7 @@ class Access:
         world.raise_together(error)
 
     def set_parameter(self, name: str, values: Any) -> None:
-        """Replace a parameter and its master by rank 0's `values`."""
+        """Replace a parameter and its master with rank 0's `values`."""
 
         def check() -> ParameterRecord:
             self.check_values(record := self.record(name), values)
@@ -257,12 +257,12 @@ class Access:
         self.set_from_rank0(self.prepare(f"set_full_parameter({name!r})", check, changes=True), values)
 
     def set_from_rank0(self, record: ParameterRecord, values: Any) -> None:
-        """Replace a parameter and its master by rank 0's `values`, of its shape (all ranks)."""
+        """Replace a parameter and its master with rank 0's `values`, of its shape (all ranks)."""
         dtype = torch.float32 if record.group is not None else record.dtype
         self.write([(record, self.broadcast_from_rank0(record, values, dtype))])
 
     def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
-        """Replace an optimizer slot of a parameter by rank 0's `values`."""
+        """Replace an optimizer slot of a parameter with rank 0's `values`."""
 
         def check() -> ParameterRecord:
             record = self._record_with_slot(name, slot)
@@ -308,7 +308,7 @@ class Access:
         return full
 
     def write(self, values: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
-        """Replace parameters and their masters by the same values, 1-D [numel], on every rank (all ranks)."""
+        """Replace parameters and their masters with the same values, 1-D [numel], on every rank (all ranks)."""
         with self._changing():
             for record, full in values:
                 self._fill(record, full, model_array(record.name))
@@ -331,7 +331,7 @@ class Access:
         """Change the state in the block; an error on any rank is raised on all, and leaves the state torn (all ranks)."""
         if self.units is not None:
             self.units.invalidate()
-        note = "The state was changed in part: load a checkpoint before continuing."
+        note = "The state was only partly changed: load a checkpoint before continuing."
         with self._update.changing(), self.world.agreeing(note):
             yield
 
@@ -342,7 +342,7 @@ class Access:
 
 
 def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> RankArray:
-    """Return this rank's rows of a parameter, 1-D in memory, to be read in type `dtype`."""
+    """Return this rank's rows of a parameter, 1-D in memory, to be read in `dtype`."""
 
     def start_read(first: int, stop: int) -> Read:
         return lambda: rows[first:stop].to(dtype)
@@ -456,7 +456,7 @@ class StateOfParameter(Mapping[str, torch.Tensor]):
         """Copy and pickle as a dictionary of tensors. Raises UsageError on several ranks."""
         if self._access.world.world_size > 1:
             raise UsageError(
-                "the optimizer's state cannot be copied or pickled, since it is shared out over ranks: save all of it with "
+                "the optimizer's state cannot be copied or pickled, since it is sharded over ranks: save all of it with "
                 "engine.save_checkpoint() or accelerator.save_state(), or read single slots, on all ranks"
             )
         return dict, (dict(self),)

@@ -51,7 +51,7 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 _MAX_PROBE_DIMS = 5
 _SAMPLE_NUMEL = 1024
 _MAX_NAMED = 5
-"""Parameters that an error names."""
+"""The most parameters that an error message names."""
 _ALTERNATIVES = (
     "call engine.module_state_dict(), engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on all ranks, or "
     "`with zstore.gather(model):` around it"
@@ -82,7 +82,7 @@ class ParameterGuard:
         self._expected = [
             (r, r.parameter, r.dtype, trains_any and r.group is None and not r.parameter.requires_grad) for r in records
         ]
-        """Each parameter, its type, and whether it was frozen."""
+        """Each parameter, its dtype, and whether it was frozen."""
         self._versioned = [(record, record.parameter) for record in records if not record.parameter.is_inference()]
         """The tensors that have a version counter."""
         for record, _ in self._versioned:
@@ -270,7 +270,7 @@ class ParameterGuard:
         self._record_structure()
 
     def emit_empty_tensors(self, *, warns: bool) -> None:
-        """Represent sharded parameters by empty tensors in state dicts; with `warns` log this once."""
+        """Represent sharded parameters by empty tensors in state dicts; if `warns`, log this once."""
         self._emits_empty_tensors, self._has_warned = True, not warns
         for module in self._model.modules():
             # A distinct object, because torch sets an attribute on it.
@@ -340,12 +340,12 @@ class ParameterGuard:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors of one type have the same bits."""
+    """Return whether two tensors of one dtype are bit-identical."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 _ADVICE = (
-    'Choose the type in the config ("bf16", "fp16") or convert the model before initialize(); for other software, write '
+    'Choose the dtype in the config ("bf16", "fp16") or convert the model before initialize(); for other software, write '
     "engine.save_16bit_model(folder, dtype=...) or use engine.module_state_dict(). After engine.close() the model may be "
     "converted"
 )

@@ -2,9 +2,9 @@
 outermost ModuleLists.
 
 [Note: a checkpointed block]
-`checkpoint(function, *args)` saves the tensors in `args`, and recomputes those of `function` in the backward. It is torch's
-non-reentrant checkpointing, with the same random numbers and autocast state, so the bits do not change. Autograd saves the
-tensors, so the engine's saved-tensor hooks can offload them (see `offload`).
+`checkpoint(function, *args)` saves the tensors in `args`, and recomputes those of `function` in the backward pass. It is
+torch's non-reentrant checkpointing, with the same random numbers and autocast state, so results are bit-identical. Autograd
+saves the tensors, so the engine's saved-tensor hooks can offload them (see `offload`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Checkpoint the blocks of `model`, in place, or use the own method of a transformers model. Raises UsageError if the
+    """Checkpoint the blocks of `model`, in place, or use a transformers model's own method. Raises UsageError if the
     model has no blocks."""
     if getattr(model, "supports_gradient_checkpointing", False):
         for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first

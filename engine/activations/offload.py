@@ -6,10 +6,10 @@ checkpointing, everything that blocks save. Not offloaded are parameters and buf
 small part of a large storage, subclasses of Tensor, tensors with a lazy negation or conjugation, and tensors saved after the
 last block, which the backward needs first.
 
-A piece is the memory of one storage, as bytes; views of it are recreated over the restored memory. A thread writes it to its
-tier; a backward that needs it earlier takes it from memory. The forward waits while more than `_MAX_WRITE_BYTES` (or one piece)
-would be in flight. When a piece is needed, another thread prefetches those saved before it, the latest first, up to
-`_MAX_PREFETCH_BYTES` (or one piece). No writes start during a backward. The place of a piece is freed when autograd drops its
+A piece is one storage, as bytes; views of it are recreated on the restored storage. A thread writes it to its tier; a
+backward that needs it earlier takes it from memory. The forward waits while more than `_MAX_WRITE_BYTES` (or one piece)
+would be in flight. When a piece is needed, a second thread prefetches those saved before it, the latest first, up to
+`_MAX_PREFETCH_BYTES` (or one piece). No writes start during a backward. A piece's place is freed when autograd drops its
 saved tensors, also after a failed forward or backward. A retained graph keeps restored pieces in memory.
 """
 
@@ -46,7 +46,7 @@ _WORD_BYTES = 4
 _MIN_BYTES = 64 * 1024
 """Smaller storages are not offloaded: a transfer would cost more than it frees."""
 _MAX_STORAGE_RATIO = 8
-"""Tensors whose storage is larger by a higher factor are not offloaded: other code owns the storage."""
+"""Tensors whose storage is larger than this many times their size are not offloaded: other code owns the storage."""
 _MAX_WRITE_BYTES = 64 * 1024 * 1024
 _MAX_PREFETCH_BYTES = 64 * 1024 * 1024
 
@@ -60,7 +60,7 @@ class ActivationStatistics:
     kept_bytes: int = 0
     """Bytes selected for offloading."""
     written_bytes: int = 0
-    """Bytes written to the tier, except pieces that the backward needed before."""
+    """Bytes written to the tier, except pieces that the backward needed before they were written."""
     read_bytes: int = 0
     """Bytes read back."""
     resting_bytes: int = 0
@@ -72,7 +72,7 @@ class ActivationStatistics:
 class HostPieces:
     """The tier of host memory, pinned if possible, within the store's budget.
 
-    `allocate` returns a place for a piece and `free` frees it, called by one thread at a time; `allocate` raises BudgetError or
+    `allocate` returns a place for a piece and `free` frees it, one thread at a time; `allocate` raises BudgetError or
     DiskFullError if there is no room. After an event, `write` copies `source`, uint8 on the device, to a place, and `read`
     copies a place to `target`: both block, each in its own thread.
     """
@@ -102,7 +102,7 @@ class HostPieces:
 
 
 class DiskPieces:
-    """The disk tier: arrays of the store, written with checksums; each is reused for the next piece of its size."""
+    """The disk tier: arrays of the store, written with checksums; an array is reused for the next piece of its size."""
 
     name = "disk"
 
@@ -113,7 +113,7 @@ class DiskPieces:
         self._writing = store.make_pool(pool_bytes // 2)
         self._reading = store.make_pool(pool_bytes // 2)
         self._free: dict[int, list[str]] = defaultdict(list)
-        """Unused arrays, by their number of words."""
+        """Unused arrays, by size in words."""
         self._count = 0
 
     def allocate(self, nbytes: int) -> str:
@@ -151,14 +151,14 @@ class DiskPieces:
 
 ActivationTier = HostPieces | DiskPieces
 Place = Any
-"""Place of one piece, opaque except to its tier."""
+"""A piece's place on its tier, opaque to other code."""
 
 
 class _State(Enum):
     """State of a piece. See [Note: offloaded activations]."""
 
     WRITING = "writing"
-    """It is in memory, and will be written to its tier."""
+    """It is in memory, and is to be written to its tier."""
     OFFLOADED = "offloaded"
     """It is only on its tier."""
     NEEDED = "needed"
@@ -166,11 +166,11 @@ class _State(Enum):
 
 
 class _Piece:
-    """The memory of one storage; lives as long as autograd keeps a tensor of it."""
+    """One storage; lives as long as autograd keeps a tensor of it."""
 
-    def __init__(self, number: int, tensor: torch.Tensor, place: Place, dropped: deque[tuple[int, Place, int]]) -> None:
+    def __init__(self, index: int, tensor: torch.Tensor, place: Place, dropped: deque[tuple[int, Place, int]]) -> None:
         storage = tensor.untyped_storage()
-        self.number = number
+        self.index = index
         self.place = place
         self.nbytes = storage.nbytes()
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -180,7 +180,7 @@ class _Piece:
         """While this exists, no other storage has the same address."""
         self.version = tensor._version
         self.saved: torch.Tensor | None = tensor.detach()
-        """Shares the version counter of the saved tensor; None after `take_values`."""
+        """An alias that shares the saved tensor's version counter; None after `take_values`."""
         self.was_changed = False
         """Whether the tensor was changed in place before its values were taken."""
         self.state = _State.WRITING
@@ -190,18 +190,18 @@ class _Piece:
         self._dropped = dropped
 
     def take_values(self) -> None:
-        """Record that the values were copied, or are about to be used."""
+        """Record that the values have been copied, or are about to be used."""
         if self.saved is not None:
             self.was_changed = self.saved._version != self.version
             self.saved = None
 
     def __del__(self) -> None:
         # Runs in any thread that drops the last tensor, so it only records.
-        self._dropped.append((self.number, self.place, self.written_bytes))
+        self._dropped.append((self.index, self.place, self.written_bytes))
 
 
 class _Saved(NamedTuple):
-    """Saved by autograd in place of a tensor: a view of its piece."""
+    """What autograd saves in place of a tensor: a view of its piece."""
 
     piece: _Piece
     dtype: torch.dtype
@@ -211,8 +211,8 @@ class _Saved(NamedTuple):
 
 
 class ActivationOffload:
-    """Keeps activations of `model` on `tier`; `parameters` returns the current memory of its parameters. See
-    [Note: offloaded activations]."""
+    """Keeps activations of `model` on `tier`; `parameters` returns its parameters' current tensors. See [Note: offloaded
+    activations]."""
 
     def __init__(
         self,
@@ -234,15 +234,15 @@ class ActivationOffload:
         self._resident_addresses: frozenset[int] = frozenset()
         """Addresses of the storages of parameters and buffers, which are not offloaded."""
         self._in_blocks = True
-        """Whether tensors saved now are saved by a block, or before one."""
+        """Whether tensors saved now are saved by a block, or before the last one."""
         self._in_backward = False
         self._by_storage: weakref.WeakValueDictionary[int, _Piece] = weakref.WeakValueDictionary()
         self._offloaded: dict[int, weakref.ref[_Piece]] = {}
-        """Pieces by number, in the order in which they were saved."""
+        """Pieces by index, in the order in which they were saved."""
         self._prefetched: weakref.WeakSet[_Piece] = weakref.WeakSet()
         """Prefetched pieces that have not been needed yet."""
         self._dropped: deque[tuple[int, Place, int]] = deque()
-        """Numbers, places and written bytes of dropped pieces."""
+        """Indices, places and written bytes of dropped pieces."""
         self._writing_bytes = 0
         self._count = 0
         self._error: BaseException | None = None
@@ -259,8 +259,8 @@ class ActivationOffload:
         self._in_blocks = in_blocks
 
     def stay_out_of_graphs(self) -> None:
-        """Offload also tensors saved after the last block, since compiled code saves at any time, and keep torch.compile from
-        tracing the hooks between its graphs."""
+        """Also offload tensors saved after the last block, since compiled code may save at any time, and keep torch.compile
+        from tracing the hooks between its graphs."""
         self._ignore_blocks()
         self.hooks = tuple(map(torch.compiler.disable, (self.pack, self.unpack)))
 
@@ -321,7 +321,7 @@ class ActivationOffload:
         return piece
 
     def _write(self, piece_ref: weakref.ref[_Piece], nbytes: int, after: Event) -> None:
-        """Write one piece to its tier (the writing thread)."""
+        """Write one piece to its tier (the writer thread)."""
         try:
             piece, counts = piece_ref(), self._counts
             if piece is None or piece.memory is None or piece.state is not _State.WRITING:
@@ -338,9 +338,9 @@ class ActivationOffload:
                 counts.resting_peak_bytes = max(counts.resting_peak_bytes, counts.resting_bytes)
                 if piece.state is _State.WRITING:  # otherwise the backward already needs it
                     piece.state, piece.memory = _State.OFFLOADED, None
-                    self._offloaded[piece.number] = piece_ref
+                    self._offloaded[piece.index] = piece_ref
         except BaseException as error:
-            # The piece is still in memory; the next call raises the error.
+            # The piece is still in memory; the next call to this object raises the error.
             error.add_note("An activation could not be offloaded.")
             self._error = error
         finally:
@@ -354,7 +354,7 @@ class ActivationOffload:
             return cast("torch.Tensor", saved)
         piece = saved.piece
         if self._closed:
-            raise UsageError("a backward after engine.close(): the offloaded activations were dropped")
+            raise UsageError("a backward was started after engine.close(): the offloaded activations were dropped")
         with self._lock:
             self._free_dropped()
             self._in_backward = True
@@ -381,9 +381,9 @@ class ActivationOffload:
         """Start to read the pieces saved before `needed`, the latest first."""
         prefetched_bytes = sum(piece.nbytes for piece in self._prefetched)
         chosen: list[_Piece] = []
-        for number, piece_ref in reversed(self._offloaded.items()):
+        for index, piece_ref in reversed(self._offloaded.items()):
             piece = piece_ref()
-            if number >= needed.number or piece is None:
+            if index >= needed.index or piece is None:
                 continue
             if prefetched_bytes and prefetched_bytes + piece.nbytes > _MAX_PREFETCH_BYTES:
                 break
@@ -394,7 +394,7 @@ class ActivationOffload:
             self._start_read(piece)
 
     def _start_read(self, piece: _Piece) -> None:
-        del self._offloaded[piece.number]
+        del self._offloaded[piece.index]
         piece.state = _State.NEEDED
         # Allocated on the stream that will use it.
         target = torch.empty(piece.nbytes, dtype=torch.uint8, device=piece.device)
@@ -402,7 +402,7 @@ class ActivationOffload:
         piece.read = self._reader.submit(partial(self._read_back, weakref.ref(piece), target, after))
 
     def _read_back(self, piece_ref: weakref.ref[_Piece], target: torch.Tensor, after: Event) -> None:
-        """Read one piece back (the reading thread)."""
+        """Read one piece back (the reader thread)."""
         if (piece := piece_ref()) is None:
             return
         try:
@@ -424,8 +424,8 @@ class ActivationOffload:
 
     def _free_places(self) -> None:
         while self._dropped:
-            number, place, written_bytes = self._dropped.popleft()
-            self._offloaded.pop(number, None)
+            index, place, written_bytes = self._dropped.popleft()
+            self._offloaded.pop(index, None)
             self._counts.resting_bytes -= written_bytes
             self._tier.free(place)
 
@@ -436,7 +436,7 @@ class ActivationOffload:
             return replace(self._counts)
 
     def close(self) -> None:
-        """Stop the threads; offloaded pieces are lost, and a backward that needs them raises."""
+        """Stop the threads; offloaded pieces are dropped, and a backward that needs them raises an error."""
         self._closed = True
         self._ignore_blocks()
         self._writer.close()
@@ -467,5 +467,5 @@ def _blocks(module: nn.Module, *, in_list: bool) -> Iterator[nn.Module]:
             yield module
         return
     for child in module.children():
-        # A ModuleDict in a ModuleList is not called: its children are the blocks.
+        # A ModuleDict in a ModuleList is never called: its children are the blocks.
         yield from _blocks(child, in_list=isinstance(module, nn.ModuleList) or in_list)

@@ -54,7 +54,7 @@ R = TypeVar("R")
 def _phase(
     name: str, *, barrier: bool = False, needs: tuple[str, ...] | None = None
 ) -> Callable[[Callable[Concatenate[Engine, P], R]], Callable[Concatenate[Engine, P], R]]:
-    """Mark a method as a phase of the run: an error on one rank fails the run on all. With `barrier` it starts when all ranks
+    """Mark a method as a phase of the run: an error on one rank fails the run on all. With `barrier`, it starts once all ranks
     have called it. `needs` are the states of `offload_states` that must not be offloaded, by default all."""
 
     def mark(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
@@ -155,7 +155,7 @@ class Engine(nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return its part of the step's loss.
 
-        The engine divides the loss, also the returned one, by the accumulation steps, unless `scale_wrt_gas` is False;
+        The engine divides the loss (and the returned one) by the accumulation steps, unless `scale_wrt_gas` is False;
         applies the loss scale in fp16; and averages gradients over ranks.
         """
         self.training_state.require_optimizer("engine.backward()")
@@ -180,7 +180,7 @@ class Engine(nn.Module):
 
     @_phase("step")
     def step(self) -> None:
-        """End a micro-batch; at the last one of an accumulation update the parameters and advance the schedule.
+        """End a micro-batch; at the last one of an accumulation, update the parameters and advance the schedule.
 
         Raises NonFiniteError, on every rank, if the gradients are not finite and loss scaling is off.
         """
@@ -220,7 +220,7 @@ class Engine(nn.Module):
         if boundary:
             if self.report.enabled:
                 self.report.end_step()
-            while self._unchecked_states:  # now, since the save on a signal must not fail
+            while self._unchecked_states:  # here, since the save on a signal must not fail
                 check_client_state(current_state(self._unchecked_states.pop()))
             if self._save_and_stop is not None and self.stop_requested is not None:
                 self._save_and_stop()
@@ -228,7 +228,7 @@ class Engine(nn.Module):
     @_phase("step")
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Return the norm of the next step's gradients, over all ranks, unscaled, before clipping; clip to `max_norm` from
-        this step on, or not at all if it is 0 or infinity (all ranks).
+        this step on, or do not clip if it is 0 or infinity (all ranks).
 
         Call it between the last `backward` of a step and its `step()`. Raises UsageError without such a backward, and if
         updates run in the backward, before the norm is known.
@@ -398,8 +398,8 @@ class Engine(nn.Module):
         More than `max_file_bytes` are split into numbered files with an index. Names follow `save_filename` (or
         `filename`), by default those that `from_pretrained` expects; a suffix .bin or .pt becomes .safetensors, with a log
         message. The config of a transformers model is written too. Floating values are rounded from the fp32 masters to
-        `dtype` ("bf16", "fp16", "fp32"; by default the type that the model computes in). Tied weights are written once.
-        `exclude_frozen_parameters` leaves those out. Every rank needs a few tens of MiB of memory, whatever the model's size.
+        `dtype` ("bf16", "fp16", "fp32"; by default the model's compute dtype). Tied weights are written once.
+        `exclude_frozen_parameters` omits those. Every rank needs a few tens of MiB of memory, whatever the model's size.
 
         Files are renamed when they are complete and durable; with `overwrite` they replace weights of that name. Raises
         CheckpointExistsError without it if `save_dir` has any, CheckpointError for values out of fp16's range, and
@@ -451,7 +451,7 @@ class Engine(nn.Module):
         """
         if assign:
             raise UsageError(
-                "engine.load_state_dict(assign=True) would give parameters memory that no step updates: leave it out"
+                "engine.load_state_dict(assign=True) would give parameters storage that no step updates: omit it"
             )
         self.access.require_no_open_gather("engine.load_state_dict()")
         return load_module_state(self.access, state_dict, strict=strict)
@@ -473,14 +473,14 @@ class Engine(nn.Module):
         `include` has DeepSpeed's names: "optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"; by
         default all. With `device` "cpu" state on the device moves to host memory; with "nvme" state on both moves to the run
         folder. A forward needs "lp_params"; other calls, such as saves, raise UsageError until everything is reloaded.
-        `pin_memory` and `non_blocking` are ignored: the config decides about pinning, and the move is complete on return.
+        `pin_memory` and `non_blocking` are ignored: the config determines pinning, and the move is complete on return.
 
         Raises UsageError within a step, BudgetError and DiskFullError, before any move, if there is no room.
         """
         self._offloaded.offload(include, device)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back everything that `offload_states` offloaded, with the same bits (all ranks)."""
+        """Move back everything that `offload_states` offloaded, bit-identical (all ranks)."""
         with self.world.calling("access"):
             self._offloaded.reload()
 
@@ -506,8 +506,8 @@ class Engine(nn.Module):
         dict of JSON data, tensors, numpy arrays and numbers and `argparse.Namespace`; see [Note: client values] in
         `engine/checkpoint/record.py`. `metrics` are numbers by name, for the config's `keep`. A checkpoint of this run with
         the same tag is replaced, with a log message. Without `save_latest` the folder's `latest` is unchanged.
-        `exclude_frozen_parameters` leaves those out, and a load keeps the model's; `keep_frozen` names the frozen parameters
-        to save nevertheless, such as those of adapters, which the base model lacks.
+        `exclude_frozen_parameters` omits those, and a load keeps the model's; `keep_frozen` names the frozen parameters to
+        save nevertheless, such as those of adapters, which the base model lacks.
 
         Within a step the state after the last step is saved: a load repeats the step. Raises UsageError within a step in
         mode "backward" or with a loader of `initialize`, and for client state that cannot be stored; CheckpointExistsError
@@ -542,7 +542,7 @@ class Engine(nn.Module):
         `options` are DeepSpeed's, all true or false: `load_module_only`, `load_optimizer_states`,
         `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. State that is not loaded is unchanged and
         listed in `load_report`. Returns (None, {}) with a warning if no tag was given and there is no checkpoint. Raises
-        CheckpointNotFoundError for a missing tag, CheckpointMismatchError for another model or an impossible batch size.
+        CheckpointNotFoundError for a missing tag, CheckpointMismatchError for a different model or an impossible batch size.
         """
         load_options = LoadOptions.of(options)
         self._loss_backward.abandon_failed()
@@ -637,7 +637,7 @@ class Engine(nn.Module):
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its machine."""
+        """This rank's index on its machine."""
         return self.world.local_rank
 
     @property
@@ -673,7 +673,7 @@ class Engine(nn.Module):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps whose gradients were not finite, so that nothing changed."""
+        """Steps that changed nothing because their gradients were not finite."""
         return self.training_state.counters.skipped_steps
 
     @property
@@ -687,11 +687,11 @@ class Engine(nn.Module):
         return self.training_state.scaler.scale
 
     def fp16_enabled(self) -> bool:
-        """Return whether parameters are fp16; floating inputs must be, too."""
+        """Return whether parameters are fp16; floating-point inputs must be, too."""
         return self.training_state.config.precision == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Return whether parameters are bf16; floating inputs must be, too."""
+        """Return whether parameters are bf16; floating-point inputs must be, too."""
         return self.training_state.config.precision == "bf16"
 
     def train_batch_size(self) -> int:
@@ -729,15 +729,15 @@ class Engine(nn.Module):
 
     @property
     def global_samples(self) -> int:
-        """Samples of all optimizer steps so far, over all ranks."""
+        """Samples of all optimizer steps taken, over all ranks."""
         return self.training_state.samples
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
         """Compile the model in its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does (all ranks).
 
         If parameters are sharded or offloaded each unit (a block of a ModuleList) is compiled separately, within its
-        gather; blocks of one class share graphs. Parameter names are unchanged. A second call recompiles with other arguments.
-        Raises UsageError for arguments that torch.compile does not take, without a C++ compiler for inductor, and for modes
+        gather; blocks of one class share graphs. Parameter names are unchanged. A second call recompiles with new arguments.
+        Raises UsageError for arguments that torch.compile does not accept, without a C++ compiler for inductor, and for modes
         with CUDA graphs if parameters are gathered and released.
         """
         self.training_state.compile(make_compiler(backend, {**(compile_kwargs or {}), **options}))
@@ -782,7 +782,7 @@ class Engine(nn.Module):
             self.close()
         except BaseException as error:
             if error is not value:
-                error.__context__ = error.__context__ or value  # an ExitStack leaves it out
+                error.__context__ = error.__context__ or value  # an ExitStack omits it
             raise
 
     def __getattr__(self, name: str) -> Any:

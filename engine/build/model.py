@@ -1,5 +1,5 @@
-"""Checks a model and prepares it for training: device, types, the same values on every rank; and lists what a checkpoint stores
-of it besides the parameters."""
+"""Checks a model and prepares it for training: device, dtypes, the same values on every rank; and lists what a checkpoint
+stores of it besides the parameters."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 
 
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
-    """Raise UsageError for a model that cannot be trained, with `gathers` also for one whose parameters cannot be gathered, and
-    if the ranks' models differ (all ranks)."""
+    """Raise UsageError for a model that cannot be trained or, with `gathers`, whose parameters cannot be gathered, and if the
+    ranks' models differ (all ranks)."""
     world.raise_together(_model_error(model, gathers))
     own = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
     digests = world.all_gather_object(hashlib.sha256(json.dumps(own).encode()).hexdigest())
@@ -54,7 +54,7 @@ def require_shapes(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise UsageError(
-                f"parameter {name!r} has no shape before the first batch, like nn.LazyLinear's: call the model with one, "
+                f"parameter {name!r} has no shape before the first batch, like nn.LazyLinear's: call the model with a batch, "
                 "on every rank, before initialize()"
             )
 
@@ -64,11 +64,11 @@ def _model_error(model: nn.Module, gathers: bool) -> UsageError | None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             return UsageError(
-                f"parameter {name!r} is on the meta device and has no values: build the model on a real device"
+                f"parameter {name!r} is on the meta device and has no values: create the model on a real device"
             )
         if parameter.is_complex():
             return UsageError(
-                f"parameter {name!r} is {parameter.dtype}, but masters and checkpoints are of real numbers: use its "
+                f"parameter {name!r} is {parameter.dtype}, but masters and checkpoints store real numbers: use its "
                 "view_as_real() as the parameter, and view_as_complex() in forward"
             )
         if parameter.dtype in _FLOAT8:
@@ -81,14 +81,14 @@ def _model_error(model: nn.Module, gathers: bool) -> UsageError | None:
             kind = "on the meta device" if buffer.is_meta else f"{buffer.dtype}, {buffer.layout}"
             return UsageError(
                 f"buffer {name!r} is {kind}, but only dense tensors can be shared and saved: register its parts (as indices "
-                "and values, or int_repr() and scale), or make it in forward"
+                "and values, or int_repr() and scale), or create it in forward"
             )
     for name, buffer in stored_buffers(model):
         try:
             dtype_name(buffer.dtype)
         except UsageError as error:
             return UsageError(
-                f"buffer {name!r}: {error}. Cast it, or leave it out: register_buffer(..., persistent=False)"
+                f"buffer {name!r}: {error}. Cast it, or exclude it: register_buffer(..., persistent=False)"
             )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -103,10 +103,10 @@ def _model_error(model: nn.Module, gathers: bool) -> UsageError | None:
 
 
 def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> None:
-    """Move the model's buffers to their device, take rank 0's values, and cast floating ones to `dtype` (all ranks).
+    """Move the model's buffers to their device, use rank 0's values, and cast floating-point ones to `dtype` (all ranks).
 
-    With None their types are kept: frequencies of rotary embeddings and running statistics lose too much in 16 bits. Buffers
-    that several modules share stay shared; expanded buffers get their own memory.
+    If `dtype` is None, they keep their dtypes: frequencies of rotary embeddings and running statistics lose too much in 16
+    bits. Buffers that several modules share stay shared; expanded buffers get their own storage.
     """
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
@@ -119,7 +119,7 @@ def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> 
 
 
 def broadcast_bytes(world: World, tensor: torch.Tensor) -> None:
-    """Broadcast rank 0's values of a contiguous tensor of any type: backends support few types (all ranks)."""
+    """Broadcast rank 0's values of a contiguous tensor of any dtype: backends support few dtypes (all ranks)."""
     if tensor.numel():
         world.broadcast(tensor.view(-1).view(torch.uint8))
 
@@ -127,8 +127,8 @@ def broadcast_bytes(world: World, tensor: torch.Tensor) -> None:
 def cast_for_running_statistics(model: nn.Module) -> None:
     """Make modules with running statistics in fp32 work with 16-bit parameters.
 
-    torch's batch_norm accepts everything in one type, or, as under autocast, 16-bit inputs with all else in fp32: in such a
-    module's forward the parameters are cast to the type of the statistics.
+    torch's batch_norm accepts everything in one dtype or, as under autocast, 16-bit inputs with everything else in fp32: in
+    such a module's forward the parameters are cast to the dtype of the statistics.
     """
     for module in model.modules():
         if isinstance(module, _NormBase) and module.running_mean is not None and "forward" not in vars(module):
@@ -147,7 +147,7 @@ def _forward_cast(module: _NormBase, forward: Callable[..., torch.Tensor], *args
 
 
 def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values`, contiguous, in unshared memory, cast to `dtype` if they are floating-point."""
+    """Return `values`, contiguous, in an unshared storage, cast to `dtype` if they are floating-point."""
     cast = (values.to(dtype) if values.is_floating_point() else values).resolve_neg()
     storage = cast.untyped_storage()
     is_sole_user = cast.is_contiguous() and storage.nbytes() == cast.nbytes and storage.resizable()
@@ -167,7 +167,7 @@ def save_config(model: nn.Module, folder: Path) -> None:
 
 
 def companion_files(model: nn.Module, config: Config) -> Callable[[CheckpointReader], list[str]] | None:
-    """Return a function that adds the model's config, and if configured its weights in the compute type, to a checkpoint (rank
+    """Return a function that adds the model's config, and if configured its weights in the compute dtype, to a checkpoint (rank
     0); None if there is neither."""
     adds_weights = config.zero.stage3_gather_16bit_weights_on_model_save
 
@@ -176,12 +176,12 @@ def companion_files(model: nn.Module, config: Config) -> Callable[[CheckpointRea
         if adds_weights:
             try:
                 layouts = plan_files(list_weights(reader, DTYPES[config.precision]), MAX_FILE_BYTES)
-            except CheckpointMismatchError as error:  # an unsupported name must not fail a checkpoint
+            except CheckpointMismatchError as error:  # an unsupported name must not make a checkpoint fail
                 messages.append(f"the checkpoint has no safetensors files: {error}")
             else:
-                lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
+                infinite = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
                 overflow_text = f"values do not fit {config.precision}: infinite in the weights"
-                messages += [f"{tensor.name}: {tensor.count} {overflow_text}" for tensor in lost]
+                messages += [f"{tensor.name}: {tensor.count} {overflow_text}" for tensor in infinite]
         return messages + _save_companions(model, reader.path)
 
     has_config = callable(getattr(getattr(model, "config", None), "save_pretrained", None))
@@ -195,7 +195,7 @@ def _save_companions(model: nn.Module, folder: Path) -> list[str]:
     messages: list[str] = []
     try:
         save_config(model, folder)
-    except Exception as error:  # the user's values must not fail a checkpoint
+    except Exception as error:  # the user's values must not make a checkpoint fail
         messages.append(f"the model's config could not be written to the checkpoint: {error}")
     loaded_from = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "-"))
     files, companions = Files(), Companions()
@@ -240,7 +240,7 @@ def warn_of_float64(model: nn.Module, config: Config) -> None:
     doubles = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     if doubles:
         warn_once(
-            "%s: float64 parameters are cast to %s, the config's type: %s",
+            "%s: float64 parameters are cast to %s, the config's dtype: %s",
             config.source,
             config.precision,
             listed(doubles, 5),
@@ -248,7 +248,7 @@ def warn_of_float64(model: nn.Module, config: Config) -> None:
 
 
 def mark_leaves_of(config: Config, model: nn.Module) -> None:
-    """Mark the modules that `leaf_module` names, and warn of names that no module has."""
+    """Mark the modules that `leaf_module` names, and warn of names that match no module."""
     section = config.zero.leaf_module
     by_class = {name: modules_of_classes(model, [name]) for name in section.classes}
     by_name = {name: [m for path, m in model.named_modules() if path == name] for name in section.names}

@@ -1,5 +1,5 @@
 """Opens the store of a run, or takes over the store (and rows) of a model built in shards; and creates the records of the
-model's parameters, each with its type, its memory and its state."""
+model's parameters, each with its dtype, storage and state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .model import own_memory
 _THRESHOLD_NUMEL = 100_000
 """Minimum size of sharded parameters if the config does not set it."""
 _TRIM_BYTES = 64 * 1024 * 1024
-"""Bytes of parameters to lay out between two calls that return freed memory to the system."""
+"""How many bytes of parameters to lay out before freed memory is returned to the system."""
 _TIERS: dict[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
@@ -81,7 +81,7 @@ def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bo
 
 
 def _tier(config: Config, world: World) -> TierName | None:
-    """Return the tier of parameters until training: that of their later fp32 values, which then need no copy."""
+    """Return the tier of parameters until training: that of their eventual fp32 values, which then need no copy."""
     state_tier, parameter_tier = _TIERS[config.offload_optimizer.device], _TIERS[config.offload_param.device]
     if parameter_tier == state_tier == "device" and (config.stage < 3 or world.world_size == 1):
         return None
@@ -95,8 +95,8 @@ def _tier(config: Config, world: World) -> TierName | None:
 class BuiltModel:
     """The part of a model built in shards that `initialize` takes over.
 
-    With `may_copy`, rows are copied to a new store if the config uses the same folders with other settings, such as a
-    reference model's without the training keys; otherwise that is an error. Raises UsageError, on all ranks, for
+    With `may_copy`, rows are copied to a new store if the config uses the same folders with different settings, such as
+    a reference model's without the training keys; otherwise that is an error. Raises UsageError, on all ranks, for
     parameters that were changed after their release (all ranks).
     """
 
@@ -104,10 +104,10 @@ class BuiltModel:
         self.world = world
         self._may_copy = may_copy
         self._model = model
-        found = {p: built for p in model.parameters() if (built := find_built(p)) is not None}
-        self.found: dict[nn.Parameter, tuple[Builder, BuiltParameter]] = found
+        sharded = {p: built for p in model.parameters() if (built := find_built(p)) is not None}
+        self.sharded: dict[nn.Parameter, tuple[Builder, BuiltParameter]] = sharded
         """Sharded parameters that have not been taken over yet."""
-        self._builders = list(dict.fromkeys(builder for builder, _ in found.values()))
+        self._builders = list(dict.fromkeys(builder for builder, _ in sharded.values()))
         self.taken_over: Builder | None = None
         """The builder whose store the run took over."""
         world.raise_together(self._change_error())
@@ -116,34 +116,33 @@ class BuiltModel:
         if any(builder.is_closed for builder in self._builders):
             return model_deleted_error()
         for name, parameter in self._model.named_parameters():
-            if parameter in self.found and not self.found[parameter][1].is_intact(parameter):
+            if parameter in self.sharded and not self.sharded[parameter][1].is_intact(parameter):
                 return UsageError(
-                    f"parameter {name!r} was built within zstore.Init and changed after the block, when it had no values: "
+                    f"parameter {name!r} was built within zstore.Init and was changed after the block, when it had no values: "
                     "change it within the block. Leave casts and moves (.half(), .to(), .cuda()) to initialize()"
                 )
         return None
 
     def reusable_builder(self, key: StoreKey) -> Builder | None:
-        """Return the builder that has this model alone in a store with the settings `key`, if any (all ranks).
-
-        Raises UsageError for a store in the same run folder with other settings.
-        """
+        """Return the builder that has only this model in a store with the settings `key`, if any (all ranks). Raises
+        UsageError for a store in the same run folder with different settings."""
         for builder in self._builders:
             if builder.is_handed_over or builder.key is None:
                 continue
             if builder.key == key:
                 # The end of the run closes its store. Garbage collectors of ranks may have freed different parameters.
-                return None if any(self.world.all_gather_object(builder.has_other_parameters(self.found))) else builder
+                has_others = builder.has_other_parameters(self.sharded)
+                return None if any(self.world.all_gather_object(has_others)) else builder
             shared = {*builder.key[0].all_paths} & {*key[0].all_paths}
             if shared and not self._may_copy:
                 raise UsageError(
                     f"zstore.Init() and initialize() got configs that use {min(shared)} in different ways: {builder.key} "
-                    f"and {key}. Give both the same config"
+                    f"and {key}. Pass the same config to both"
                 )
         return None
 
     def unwatch(self) -> None:
-        """Allow calls of the modules: every parameter has been taken over."""
+        """Allow calls to the modules: every parameter has been taken over."""
         for builder in self._builders:
             builder.guard.unwatch(self._model)
 
@@ -197,7 +196,7 @@ StoreRows = Callable[[ParameterRecord, torch.Tensor | RowsInStore, Places], None
 
 
 class Layout:
-    """Creates the record of each parameter, with its type, memory and state."""
+    """Creates the record of each parameter, with its dtype, storage and state."""
 
     def __init__(self, config: Config, sharding: Sharding, built: BuiltModel, plan: Plan) -> None:
         self._plan = plan
@@ -233,7 +232,7 @@ class Layout:
     def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
         """Move a parameter to its device, with rank 0's values, or return this rank's rows if it stays sharded (all ranks)."""
         is_identical = False  # whether all ranks have the same values
-        if (found := self._built.found.get(parameter)) is not None:
+        if (found := self._built.sharded.get(parameter)) is not None:
             builder, built = found
             is_identical = builder.world.world_size == self._world.world_size
             if is_identical and self._is_released(name):
@@ -251,15 +250,15 @@ class Layout:
     def _lay_out(
         self, parameter: NamedParameter, rows: torch.Tensor | RowsInStore | None, store_rows: StoreRows
     ) -> ParameterRecord:
-        """Return the record of a parameter; store its arrays, and gather or release its values as they are between steps.
+        """Return the record of a parameter; store its arrays, and gather or release its values, as between steps.
 
-        `rows` are this rank's rows of a parameter without values in memory, a 1-D tensor unless it is offloaded.
+        `rows` are this rank's rows of a parameter whose values are not in memory, a 1-D tensor unless it is offloaded.
         """
         name, aliases, tensor, group = parameter
         original = tensor.data
         if rows is None:
             tensor.data = own_memory(original, self._dtype)
-        else:  # memory that is never written, of the trained type
+        else:  # a tensor that is never written, of the trained dtype
             tensor.grad, dtype = None, self._dtype if tensor.is_floating_point() else tensor.dtype
             tensor.data = torch.empty(tensor.shape, dtype=dtype, device=self._world.device)
         shape, sharding = stored_shape(tuple(tensor.shape)), self._sharding
@@ -282,10 +281,10 @@ class Layout:
             record.release()
         if rows is None:
             first, stop = record.owned_range
-            # If the type is unchanged, the parameter may still use the original memory, which may have been released.
+            # If the dtype is unchanged, the parameter may still use the original storage, which may have been released.
             rows = record.owned() if original.dtype == record.dtype else original.reshape(-1)[first:stop]
         store_rows(record, rows, placement)
-        if (found := self._built.found.pop(tensor, None)) is not None:
+        if (found := self._built.sharded.pop(tensor, None)) is not None:
             builder, built = found
             builder.forget(built, keep_rows=isinstance(rows, RowsInStore) and rows.is_adopted)
         return record

@@ -127,7 +127,7 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
                     f"the host has {format_bytes(limit_bytes + memory.swap_bytes)} of memory available (including swap), "
                     f"but the plan keeps {format_bytes(plan.host_bytes)} of this rank's state there, "
                     f"and {format_bytes(needed_bytes)} with all its ranks', not counting activations: set a smaller "
-                    'host_budget_bytes with offload_optimizer and offload_param on "nvme", or use more machines (see `zstore plan`)'
+                    'host_budget_bytes with offload_optimizer and offload_param on "nvme", or use more machines (`zstore plan`)'
                 )
 
 

@@ -1,14 +1,14 @@
 """The compute device: its streams, events and pinned memory, and copies between host and device memory.
 
-[Note: copies across]
+[Note: copies between host and device]
 A device executes work asynchronously, in the order of a stream. Background copies use two other streams, one per direction.
 So each copy waits for an event, and code that uses its target or reuses its source waits for the copy's end:
 event    a point in the work submitted to the device; a copy accesses device memory only after its event.
 copy     starts after an event and ends with one. The tensors of a unit are copied by one call.
 wait     blocks the host until the event; then host and device see the new values, and the source may be reused.
-follow   makes the device wait, and not the host: work submitted from now on sees the new values.
-Threads submit work on the stream of the thread that started them. torch casts on the host's side of a blocking copy, so the
-values cross in the device tensor's type. A background copy is cast before its start or after its end.
+follow   makes the device wait, but not the host: work submitted from now on sees the new values.
+Threads submit work on the stream of the thread that started them. A blocking copy is cast on the host, so values are
+transferred in the device tensor's dtype. A background copy is cast before its start or after its end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from zstore.io.memory import as_torch
 from zstore.store import MEMORY_TILE_NUMEL
 
 _MAX_PENDING_TILES = 2
-"""Tiles being copied to the device: one is copied while the next is computed."""
+"""Maximum number of tiles being copied to the device: one is copied while the next is computed."""
 _MAX_DOWN_BYTES = 256 * 1024 * 1024
-"""Maximum device memory of pending copies to host memory (at least the two largest batches). A batch uses half of it, or has
-one larger tensor."""
+"""Maximum device memory of pending copies to host memory (at least the two largest batches). A batch uses up to half of it, or
+is one larger tensor."""
 _MIN_MEAN_NUMEL = 128 * 1024
 _MAX_TILE_THREADS = 4
-"""Maximum number of threads for tiles. Sixteen waited for each other's Python; one leaves cores idle while its Python runs."""
+"""Maximum number of threads for tiles. Sixteen contended for Python's lock; one leaves cores idle while its Python runs."""
 
 T = TypeVar("T")
 
@@ -47,16 +47,16 @@ StreamContext = Callable[[], AbstractContextManager[None]]
 
 
 def labelled(phase: str, what: str = "") -> AbstractContextManager[object]:
-    """Label a phase of the engine in the trace of a running torch.profiler, like "zstore::unshard (layers.0)"."""
+    """Label a phase of the engine in the trace of a running torch.profiler, such as "zstore::unshard (layers.0)"."""
     if not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(f"zstore::{phase} ({what})" if what else f"zstore::{phase}")
 
 
 class Streams:
-    """Streams of a device that computes in the host's memory: no copy crosses, and nothing is asynchronous.
+    """Streams of a device that computes in the host's memory: there are no transfers, and nothing is asynchronous.
 
-    See [Note: copies across]. Every method may be called from any thread.
+    See [Note: copies between host and device]. Every method may be called from any thread.
     """
 
     device_is_host = True
@@ -69,11 +69,11 @@ class Streams:
         return True
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory for `numel` elements, 1-D, pinned if possible."""
+        """Return a host buffer for `numel` elements, 1-D, pinned if possible."""
         return torch.empty(numel, dtype=dtype)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and device, cast on the host's side, in the order of this thread's stream; blocks."""
+        """Copy between host and device, casting on the host, in the order of this thread's stream; blocks."""
         target.copy_(source)
 
     def record(self) -> Event:
@@ -81,8 +81,8 @@ class Streams:
         return None
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], after: Event) -> Event:
-        """Start to copy each source into its target in the background, all in one direction and between equal types; return the
-        event of the end."""
+        """Start to copy each source into its target in the background, all in one direction and between equal dtypes; return
+        the event after it."""
         torch._foreach_copy_(targets, sources)
 
     def wait(self, event: Event) -> None:
@@ -92,7 +92,7 @@ class Streams:
         """Order work that this thread submits from now on after the event; the host does not wait."""
 
     def query(self, event: Event) -> bool:
-        """Return whether the event has been reached, so that `wait` would not block."""
+        """Return whether the event has been reached, so `wait` would not block."""
         return True
 
     def stream_context(self) -> StreamContext:
@@ -127,7 +127,7 @@ class CudaStreams(Streams):
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], after: Event) -> Event:
         stream = self._down if self.is_host(targets[0]) else self._up
         stream.wait_event(after)
-        with stream:  # as torch.cuda.stream(stream), in a tenth of the time
+        with stream:  # like torch.cuda.stream(stream), in a tenth of the time
             torch._foreach_copy_(targets, sources, non_blocking=True)
         return stream.record_event()
 
@@ -160,14 +160,14 @@ def streams_for(device: torch.device) -> Streams:
 
 @dataclass(eq=False, repr=False)
 class Copy:
-    """A pending copy of one or several tensors. See [Note: copies across]."""
+    """A pending copy of one or several tensors. See [Note: copies between host and device]."""
 
     _streams: Streams
     _event: Event
     targets: list[torch.Tensor]
-    """Must not be used before the end."""
+    """Must not be used before the copy ends."""
     _sources: list[torch.Tensor] | None
-    """Their memory must not be reused before the end."""
+    """Their memory must not be reused before the copy ends."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -201,8 +201,8 @@ class Transfers:
         self._rooms = None if streams.device_is_host else rooms
 
     def empty_host(self, numel: int, dtype: torch.dtype, purpose: str = "") -> torch.Tensor:
-        """Return host memory for `numel` elements, 1-D, pinned if possible: that of a freed tensor of the same `purpose`, or
-        new. For sizes that repeat in every step."""
+        """Return a host buffer for `numel` elements, 1-D, pinned if possible: that of a freed tensor of the same `purpose`,
+        or a new one. For sizes that recur in every step."""
         if self._rooms is None or not numel:
             return self.streams.empty_host(numel, dtype)
         return as_torch(self._rooms.take(numel * dtype.itemsize, purpose)).view(dtype)
@@ -212,25 +212,25 @@ class Transfers:
         self.streams.wait(self.streams.record())
 
     def link(self, source: torch.Tensor, target: torch.Tensor) -> str | None:
-        """Return the link of a copy from one tensor to another; None within one memory."""
+        """Return the link of a copy from one tensor to another; None if both are on the host or both on the device."""
         if self.streams.is_host(source) == self.streams.is_host(target):
             return None
         return "device_to_host" if self.streams.is_host(target) else "host_to_device"
 
     def copy_into(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` into `target`, cast to its type; blocks."""
+        """Copy `source` into `target`, cast to its dtype; blocks."""
         link = self.link(source, target)
         if link is None:
             target.copy_(source)
             return
-        travels = source if link == "device_to_host" else target
-        with self._links.moving(link, source.numel() * travels.element_size()):
+        transferred = source if link == "device_to_host" else target
+        with self._links.moving(link, source.numel() * transferred.element_size()):
             self.streams.copy_now(target, source)
 
     def begin(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, counted: bool = True
     ) -> Copy:
-        """Start a copy between host and device, between equal types, after the work submitted up to now (or `after`)."""
+        """Start a copy between host and device, between equal dtypes, after the work submitted up to now (or `after`)."""
         return self.begin_all([target], [source], after=after, counted=counted)
 
     def begin_all(
@@ -244,7 +244,7 @@ class Transfers:
         return Copy(self.streams, event, targets, sources)
 
     def bring_all(self, values: list[torch.Tensor], others: list[torch.Tensor]) -> Copy:
-        """Start to copy `values`, 1-D and all in one direction, each into new memory on the device of one of `others`."""
+        """Start to copy `values`, 1-D and all in one direction, each into a new tensor on the device of its `others`."""
         if self.streams.is_host(others[0]):
             targets = [self.empty_host(source.numel(), source.dtype) for source in values]
         else:
@@ -253,7 +253,7 @@ class Transfers:
         return self.begin_all(targets, values)
 
     def finish(self, copy: Copy) -> torch.Tensor:
-        """Wait for a copy, record how long, and return the values."""
+        """Wait for a copy, record for how long, and return the values."""
         if not copy.done():
             link = "device_to_host" if self.streams.is_host(copy.values) else "host_to_device"
             started = time.perf_counter()
@@ -263,14 +263,14 @@ class Transfers:
 
 
 class Scratch(threading.local):
-    """Memory of each thread for one tile, by name, reused for later tiles: page faults of newly allocated memory cost more than
+    """Each thread's buffers for one tile, by name, reused for later tiles: page faults in newly allocated memory cost more than
     the work on it."""
 
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, like: torch.Tensor, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
-        """Return uninitialized memory on the device of 1-D `like`, of its length or `numel`, valid until the next call for
+        """Return an uninitialized buffer on the device of 1-D `like`, of its length or `numel`, valid until the next call for
         `name`."""
         numel = like.numel() if numel is None else numel
         memory = self._memory.get(name)
@@ -280,8 +280,8 @@ class Scratch(threading.local):
 
 
 class GradientTiles:
-    """The rows of a gradient, tile by tile, in fp32 in the memory of the state; if they are in another memory, the next tile is
-    copied ahead. With `scratch` all tiles use the same memory, unless the rows can be changed in place."""
+    """The rows of a gradient, tile by tile, in fp32 on the tier of the state; if they are on a different tier, the next tile is
+    copied ahead. With `scratch`, all tiles use the same buffer, unless the rows can be changed in place."""
 
     def __init__(self, transfers: Transfers, rows: torch.Tensor, scratch: Scratch | None = None) -> None:
         self._transfers = transfers
@@ -290,7 +290,7 @@ class GradientTiles:
         self._ahead: tuple[int, int, Copy] | None = None
 
     def tile(self, first: int, stop: int, like: torch.Tensor) -> torch.Tensor:
-        """Return rows `[first, stop)` in the memory of `like`, in fp32, for the caller to change."""
+        """Return rows `[first, stop)` on the device of `like`, in fp32, for the caller to change."""
         part = self.rows[first:stop]
         link = self._transfers.link(part, like)
         if link is None:
@@ -302,7 +302,7 @@ class GradientTiles:
         return self.on_host(first, stop).float()
 
     def on_host(self, first: int, stop: int) -> torch.Tensor:
-        """Return rows `[first, stop)`, which are on a device, in their own type in host memory, for the caller to change."""
+        """Return rows `[first, stop)`, which are on a device, in their own dtype in host memory, for the caller to change."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[:2] != (first, stop):
             ahead = self._begin(first, stop)
@@ -318,7 +318,7 @@ class GradientTiles:
 
 
 class H2DQueue:
-    """Copies of updated weights to the parameters' memory: a tile is copied while the next is computed. Thread-safe."""
+    """Copies of updated weights to the parameters: one tile is copied while the next is computed. Thread-safe."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -328,9 +328,9 @@ class H2DQueue:
         """Maximum number of pending tiles."""
 
     def put(self, rows: list[torch.Tensor], masters: list[torch.Tensor], after: Event = None) -> None:
-        """Cast `masters` into `rows`, all of one type and in one memory, which are complete after `drain`. Before it, masters
-        on the device must not change; those in host memory may on return. Rows on the device are written after the work
-        submitted so far, or `after` an event if no later work reads them."""
+        """Cast `masters` into `rows`, all of one dtype and on one tier; they are complete after `drain`. Until then, masters
+        on the device must not change; those in host memory may change on return. Rows on the device are written after
+        the work submitted until now, or `after` an event if no later work reads them."""
         link = self._transfers.link(masters[0], rows[0])
         if link is None:
             torch._foreach_copy_(rows, masters)
@@ -342,10 +342,10 @@ class H2DQueue:
             self.send(rows, staged, after)
 
     def stage(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return host memory for the new values of `rows`, for `send`: `rows` themselves if they are in host memory."""
+        """Return host buffers for the new values of `rows`, for `send`: `rows` themselves if they are in host memory."""
         if self._transfers.streams.is_host(rows[0]):
             return list(rows)
-        # In turn, so that every step uses the same memory.
+        # Round-robin, so that every step uses the same buffers.
         purpose, sizes = f"rows {next(self._counter) % (self.max_pending + 1)}", list(map(torch.Tensor.numel, rows))
         return list(self._transfers.empty_host(sum(sizes), rows[0].dtype, purpose).split_with_sizes(sizes))
 
@@ -372,14 +372,14 @@ class D2HQueue:
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._batch: list[tuple[torch.Tensor | None, torch.Tensor, Callable[[torch.Tensor], None]]] = []
-        """The next copies, not started yet."""
+        """The next copies, which have not been started."""
         self._batch_bytes = 0
         self._pending: deque[tuple[Copy, list[Callable[[torch.Tensor], None]], int]] = deque()
         """The batches that were started: copy, receivers of the values, and bytes on the device."""
         self._max_bytes = _MAX_DOWN_BYTES
 
     def put(self, target: torch.Tensor | None, values: torch.Tensor, deliver: Callable[[torch.Tensor], None]) -> None:
-        """Add a copy of `values` to `target`, of the same type, or to new host memory (None); `deliver` gets the result."""
+        """Add a copy of `values` to `target`, of the same dtype, or to a new host buffer (None); `deliver` gets the result."""
         self._batch.append((target, values, deliver))
         self._batch_bytes += values.nbytes
 
@@ -389,7 +389,7 @@ class D2HQueue:
         return self._batch_bytes >= _MAX_DOWN_BYTES // 2
 
     def send(self) -> None:
-        """Start to copy the batch; deliver earlier ones that are complete, or, to free memory, wait for them."""
+        """Start to copy the batch; deliver earlier batches that are complete or, to free memory, wait for them."""
         if not self._batch:
             return
         batch, nbytes, self._batch, self._batch_bytes = self._batch, self._batch_bytes, [], 0
@@ -413,18 +413,18 @@ class D2HQueue:
             self._deliver()
 
     def drop(self) -> None:
-        """Discard all copies, once those that were started have ended."""
+        """Discard all copies, once those that were started have finished."""
         while self._pending:
             self._pending.popleft()[0].wait()
         self._batch, self._batch_bytes = [], 0
 
 
 def one_thread(enabled: bool = True, *, num_threads: int = 1) -> AbstractContextManager[object]:
-    """Return a context in which operations of this thread, and of no other, use one of torch's threads, or `num_threads`. An
-    operation on a tile takes some 10 microseconds, and so does waking a thread for it. The results are the same."""
+    """Return a context in which operations of this thread (only) use one of torch's threads, or `num_threads`. An operation
+    on a tile takes some 10 microseconds, and so does waking a thread for it. The results are the same."""
     if not enabled:
         return nullcontext()
-    torch.get_num_threads()  # lets torch set this thread's number, which it would otherwise do over ours at the first operation
+    torch.get_num_threads()  # torch sets this thread's count now; at the first operation it would override ours
     limits: AbstractContextManager[object] = _openmp().limit(limits=num_threads)
     return limits
 
@@ -449,8 +449,8 @@ def side_by_side(
     """Call `work` on all `items`, on `num_threads` threads, which share torch's threads and each enter `context`.
 
     The threads take the items in order. They wait for each other only at the end, and do not spin in each operation as
-    torch's threads do. All items are made before the first is taken: threads that waited for new ones slept longer than they
-    worked. The first error stops items that have not started. With one thread the caller does the work, with all torch threads.
+    torch's threads do. All items exist before the first is taken: threads that waited for new ones would sleep longer than they
+    work. The first error stops items that have not started. With one thread the caller does the work, with all torch threads.
     """
     if num_threads <= 1:
         for item in items:

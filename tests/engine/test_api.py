@@ -60,7 +60,7 @@ def test_leftovers_of_a_plain_loop_change_nothing(caplog: pytest.LogCaptureFixtu
 def test_parameters_that_are_float64_are_named_with_the_type_that_they_get(caplog: pytest.LogCaptureFixture) -> None:
     with start_linear(linear().double()) as engine:
         assert {p.dtype for p in engine.parameters()} == {torch.float32}
-    assert "float64 parameters are cast to fp32, the config's type: weight" in caplog.text
+    assert "float64 parameters are cast to fp32, the config's dtype: weight" in caplog.text
     caplog.clear()
     start_linear(linear()).close()
     assert "float64" not in caplog.text
@@ -151,7 +151,7 @@ def _copies(rank: int) -> None:
         with zstore.gather(engine.module):
             copied, pickled = copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))
         one_step(engine)
-        with pytest.raises(UsageError, match="shared out over ranks"):
+        with pytest.raises(UsageError, match="sharded over ranks"):
             copy.deepcopy(engine.optimizer.state_dict())
         slots = engine.optimizer.state_dict()["state"][0]
         assert torch.equal(slots["exp_avg"], engine.get_optimizer_state("weight", "exp_avg"))

@@ -364,7 +364,7 @@ def test_a_change_after_the_block_is_refused(change: Callable[[Any], object], tm
     with zstore.Init(config=config):
         model = seeded(Stack)
     change(model)
-    with pytest.raises(UsageError, match=r"'layers.0.weight' was built within zstore.Init and changed after the block"):
+    with pytest.raises(UsageError, match=r"'layers.0.weight' was built within zstore.Init and was changed after the block"):
         zstore.initialize(model=model, config=config)
 
 
@@ -372,7 +372,7 @@ def test_another_use_of_the_same_run_folder_is_refused(tmp_path: Path) -> None:
     with zstore.Init(config=config_of(tmp_path)):
         model = make_net()
     other = config_of(tmp_path, aio={"block_size": 65536})
-    with pytest.raises(UsageError, match="Give both the same config"):
+    with pytest.raises(UsageError, match="Pass the same config to both"):
         zstore.initialize(model=model, config=other)
     with zstore.initialize(model=model, config=config_of(tmp_path))[0] as engine:
         step(engine)
