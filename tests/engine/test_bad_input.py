@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[type[Exception], Given, str]] = {
     "two configs": (ConfigError, lambda m: {"config_params": make_config(seed=2)}, "config and config_params: pass"),
     "no optimizer": (ConfigError, lambda m: {"config": make_config(optimizer=None)}, r"no optimizer"),
     "no model": (UsageError, lambda m: {"model": None}, r"expected a torch.nn.Module, got None"),
-    "model parallelism": (UsageError, lambda m: {"mpu": object()}, r"leave mpu out"),
+    "model parallelism": (UsageError, lambda m: {"mpu": object()}, r"omit mpu"),
     "all frozen": (UsageError, lambda m: {"model": frozen()}, r"no trainable parameter"),
     "no parameters": (UsageError, lambda m: {"model_parameters": []}, r"no trainable parameter"),
     "another model's optimizer": (

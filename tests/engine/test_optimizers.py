@@ -218,7 +218,7 @@ def test_muon_and_adam_have_groups_with_rates_of_their_own() -> None:
 
 
 def test_arguments_that_a_class_refuses_are_an_error_of_the_config() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.params: SGD does not take these arguments: Nesterov"):
+    with pytest.raises(ConfigError, match=r"optimizer\.params: SGD does not accept these arguments: Nesterov"):
         from_section("SGD", {"nesterov": True})
     with pytest.raises(UsageError, match=r"Lion\(betas=\(0\.9, 1\)\): expected two numbers"):
         Lion(model().parameters(), betas=(0.9, 1))
