@@ -1,22 +1,22 @@
-"""Detects changes to the model that would desynchronise it from the engine after `initialize`, and guards its state dicts: it
+"""Detects changes to the model that would desynchronize it from the engine after `initialize`, and guards its state dicts: it
 raises an error with advice, instead of letting code read NaN or values that the next step would overwrite.
 
-[Note: what would desynchronise them]
-The engine updates the memory that it assigned to each parameter, in the config's type and on its device. If a parameter were
-moved to other memory, the model would never see the updates. So:
+[Note: what would desynchronize them]
+The engine updates the storage that it assigned to each parameter, in the config's dtype and on its device. If a parameter
+were given different storage, the model would never see the updates. So:
 
 - Conversions of `nn.Module` (`to`, `half`, `float`, `cuda`, `to_empty`, `share_memory`, ...) all call `_apply`, which is
-  wrapped in each module while the engine is open. A conversion that changes a parameter is refused before it begins.
+  wrapped in each module while the engine is open. A conversion that would change a parameter is rejected before it begins.
 - Changes that bypass it (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, an added module, an unfrozen parameter)
   are detected at the next forward or step by addresses and identities, in a few hundred nanoseconds per parameter.
 
 [Note: changed in place]
 A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). Their version counters reveal
 it at the next forward, step, save or read of the state. A resident parameter keeps the written values, and its separate master
-is updated from them. The written memory of a sharded parameter has been released by then, so the check raises. A write through
+is updated from them. Those of a sharded parameter have been released by then, so the check raises an error. A write through
 `.data` changes no counter, and the next update would overwrite it, except in a parameter that is its own master. So each step
-samples the first values of one parameter in turn, and the next step raises if they changed and differ from the master's. Other
-calls do not check, since a script may swap weights through `.data` for an evaluation, and swap them back.
+samples the first values of one parameter in turn, and the next step raises an error if they changed and differ from the
+master's. Other calls do not check, since a script may swap weights through `.data` for an evaluation, and swap them back.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ALTERNATIVES = (
 
 
 class ParameterGuard:
-    """Watches the parameters of one run, in the modules `roots`. See [Note: what would desynchronise them].
+    """Watches the parameters of one run, in the modules `roots`. See [Note: what would desynchronize them].
 
     `state_dict()` raises if parameters are sharded, and `load_state_dict()` also if masters would get out of sync.
     """

@@ -44,17 +44,17 @@ _PICKLE_STEM = "pytorch_model"
 
 def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]:
     """Return the model's state dict; see `Engine.module_state_dict` (all ranks)."""
-    found: dict[str, Any] = access.model.state_dict() if access.units is None else _whole_state_dict(access)
+    state: dict[str, Any] = access.model.state_dict() if access.units is None else _whole_state_dict(access)
     if exclude_frozen:
-        for name in list(found):
+        for name in list(state):
             record = access.find(name)
             if record is not None and record.group is None:
-                del found[name]
-    return found
+                del state[name]
+    return state
 
 
 def _whole_state_dict(access: Access) -> dict[str, Any]:
-    """Return CPU copies of all entries of the state dict on rank 0, an empty dict on the other ranks (all ranks)."""
+    """Return CPU copies of all entries of the state dict on rank 0, and an empty dict on other ranks (all ranks)."""
     access.prepare("module_state_dict()", lambda: None)
     is_rank0 = access.world.rank == 0
     sharded = [record for record in access.state.records if record.residency is not Residency.RESIDENT]
@@ -62,17 +62,17 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
     access.read_into(values, [access.source(record, "model") for record in sharded], rank0_only=True)
     if not is_rank0:
         return {}
-    found = state_entries(access)
-    for name, value in found.items():
+    entries = state_entries(access)
+    for name, value in entries.items():
         if isinstance(value, torch.Tensor):
             record = access.find(name)
             whole = None if record is None else values.get(record)
-            found[name] = value.detach().to("cpu", copy=True) if whole is None else whole.view(value.shape)
-    return found
+            entries[name] = value.detach().to("cpu", copy=True) if whole is None else whole.view(value.shape)
+    return entries
 
 
 def hand_back(access: Access, config: Any, remove_hooks: Callable[[], None]) -> None:
-    """Set every parameter to its value (its fp32 master if it is trained), in its own memory, or sharded as a `config` says
+    """Set every parameter to its value (its fp32 master if it is trained), in its own storage, or sharded as a `config` says
     (all ranks). `remove_hooks` removes the engine's hooks; after that only reads can fail."""
     state, device, init = access.state, access.world.device, Init(config=config, enabled=config is not None)
     records = access.prepare("hand_back()", lambda: state.records, changes=True)
@@ -94,8 +94,8 @@ def hand_back(access: Access, config: Any, remove_hooks: Callable[[], None]) -> 
 def load_module_state(
     access: Access, state: Mapping[str, Any], *, strict: bool, custom: CustomLoad | None = None
 ) -> _IncompatibleKeys:
-    """Load a state dict of rank 0 into parameters, masters and buffers of all ranks; return the missing and unexpected names
-    (all ranks).
+    """Load rank 0's state dict into parameters, masters and buffers of all ranks; return the missing and unexpected names (all
+    ranks).
 
     Raises UsageError, which lists the keys that do not fit, on every rank before any change. `custom` replaces the load, with
     all parameters gathered.
@@ -158,7 +158,7 @@ def _check_entries(entries: Mapping[str, Any], given: Mapping[str, Any], *, stri
         if name not in given:
             continue
         if not isinstance(target, torch.Tensor):
-            mismatches.append(f"{name}: extra state of a module, which cannot be loaded while the model is in training")
+            mismatches.append(f"{name}: extra state of a module, which cannot be loaded during training")
         elif not isinstance(given[name], torch.Tensor) or given[name].shape != target.shape:
             got = tuple(given[name].shape) if isinstance(given[name], torch.Tensor) else type(given[name]).__name__
             mismatches.append(f"{name}: expected a tensor of shape {tuple(target.shape)}, got {got}")
@@ -271,7 +271,7 @@ class _Export:
         self._buffers = {buffer_array(name): buffer for name, buffer in stored_buffers(model)}
 
     def open(self, stack: ExitStack) -> None:
-        """Create the files, which `stack` closes; without an error it then gives a new folder its final name."""
+        """Create the files, which `stack` closes; unless there is an error, it then gives a new folder its final name."""
         if self._is_new:
             destination = new_folder(self._files, self._target)
         else:
@@ -299,8 +299,8 @@ class _Export:
         save_config(self._model, self._folder)
         if self._is_new:
             return
-        # Weights last, and the index after them: until then readers do not take the folder for a complete model.
-        others = [name for name in os.listdir(self._folder) if name not in names]
-        for name in [name for name in others if not (self._target / name).exists()] + names:
+        # Weights last, then the index: until then readers do not mistake the folder for a complete model.
+        companions = [name for name in os.listdir(self._folder) if name not in names]
+        for name in [name for name in companions if not (self._target / name).exists()] + names:
             self._files.rename(self._folder / name, self._target / name)
         self._files.sync_folder(self._target)

@@ -1,12 +1,12 @@
-"""`engine.offload_states()`: moves states of a run to another tier between two steps, and back with the same bits.
+"""`engine.offload_states()`: moves states of a run to another tier between two steps, and back, bit-identical.
 
 [Note: offloaded states]
 optim_states              the optimizer's slots
 hp_params                 fp32 masters
 lp_params                 the model's parameters, on any tier
-lp_grads,                 the memory of gradients, which is unused between two steps: it is freed, and the next backward
-contiguous_grad_buffer    allocates it again
-Arrays of the store move to the tier and back. The memory of a parameter is copied to an array of the store and freed; the
+lp_grads,                 the gradient buffers, which are unused between two steps: they are freed, and the next backward
+contiguous_grad_buffer    allocates them again
+Arrays of the store move to the tier and back. A parameter's own buffer is copied to an array of the store and freed; the
 parameter stays released until it is reloaded. State that is already on that tier or a lower one stays.
 """
 
@@ -45,11 +45,11 @@ class OffloadedStates:
         self._original_tiers: dict[str, TierName] = {}
         """Moved arrays and their original tiers."""
         self._stored_copies: dict[ParameterRecord, str] = {}
-        """Parameters whose memory was freed, and the arrays with copies of their values."""
+        """Parameters whose buffers were freed, and the arrays with copies of their values."""
 
-    @torch.inference_mode(False)  # later steps write to this memory
+    @torch.inference_mode(False)  # later steps write to these tensors
     def offload(self, include: Iterable[Any] | None, device: Any) -> None:
-        """Move the states `include`, by default all, to a tier (all ranks). After an error everything is moved back."""
+        """Move the states `include`, by default all, to a tier (all ranks). After an error, everything is moved back."""
         call = "engine.offload_states()"
         names = _state_names(include)
         tier = self._tier_of(device)
@@ -82,15 +82,15 @@ class OffloadedStates:
             raise UsageError(f'engine.offload_states(device={device!r}): expected "cpu" or "nvme"')
         if name == "nvme" and not self._training.state.store.options.all_paths:
             raise UsageError(
-                'engine.offload_states(device="nvme"): the config names no drive; give offload_optimizer or offload_param '
-                'an "nvme_path" with device "nvme", or use device="cpu"'
+                'engine.offload_states(device="nvme"): the config names no drive; set an "nvme_path" with device "nvme" '
+                'in offload_optimizer or offload_param, or use device="cpu"'
             )
         return _TIERS[name]
 
     def _move(self, names: set[str], tier: TierName) -> None:
         training, state = self._training, self._training.state
         self._offloaded |= names
-        state.plans.clear()  # plans reference memory
+        state.plans.clear()  # plans reference buffers
         for record in state.records:
             if "lp_params" in names and record.is_in_place:
                 record.use_in_place(None)
@@ -98,12 +98,12 @@ class OffloadedStates:
                 if (group := self._group_of(record, array)) in names:
                     self._move_array(array, tier, is_fetched=group == "lp_params")
             if "lp_params" in names and record.stored_array is None:
-                self._offload_memory(record, tier)
+                self._offload_buffer(record, tier)
         if names & {"lp_grads", "contiguous_grad_buffer"}:
             training.gradients.free()
 
     def _group_of(self, record: ParameterRecord, array: str) -> str | None:
-        """Return the state that an array of a parameter belongs to; None if the array is the parameter's own memory."""
+        """Return the state to which an array of a parameter belongs; None if the array is the parameter's own buffer."""
         if array == record.stored_array:
             return "lp_params"
         if array.startswith("optimizer/"):
@@ -120,13 +120,13 @@ class OffloadedStates:
     def _copy(self, target: Any, source: Any) -> None:
         self._training.state.transfers.copy_into(as_torch(target), as_torch(source))
 
-    def _offload_memory(self, record: ParameterRecord, tier: TierName) -> None:
-        """Copy a parameter's memory to the store and free it."""
+    def _offload_buffer(self, record: ParameterRecord, tier: TierName) -> None:
+        """Copy a parameter's buffer to the store and free it."""
         name = f"offloaded/{record.name}"
         if record in self._stored_copies:
             self._move_array(name, tier)
             return
-        store, values = self._training.state.store, _own_memory(record)
+        store, values = self._training.state.store, _own_buffer(record)
         if not values.numel():
             return
         spec = ArraySpec(name=name, shape=(values.numel(),), dtype=dtype_name(values.dtype))
@@ -140,7 +140,7 @@ class OffloadedStates:
         self._training.state.transfers.synchronize()
         if self._group_of(record, model_array(record.name)) is None:
             store.change_memory(model_array(record.name), None)
-        # Anything that still references the memory, such as a graph or a numpy array, keeps it.
+        # Anything that still references the buffer, such as a graph or a numpy array, keeps it alive.
         record.use_placeholder()
         freed = view_of_one_nan(values.shape, values.dtype, values.device)
         if record.shard is None:
@@ -157,7 +157,7 @@ class OffloadedStates:
             record.residency = Residency.RESIDENT
         else:
             record.shard = record.full.new_zeros(record.state_grid.shard_numel)[: record.owned_numel]
-        values = _own_memory(record)
+        values = _own_buffer(record)
         self._for_each_tile(name, "read", lambda view, part: self._copy(values[part], view))
         store.remove(name)
         if self._group_of(record, model_array(record.name)) is None:
@@ -189,11 +189,11 @@ def _state_names(include: Iterable[Any] | None) -> set[str]:
     for name in names:
         if name not in STATES:
             raise UsageError(
-                f"engine.offload_states(include=...): expected names out of {', '.join(STATES)}, got {name!r}"
+                f"engine.offload_states(include=...): expected names from {', '.join(STATES)}, got {name!r}"
             )
     return set(names)
 
 
-def _own_memory(record: ParameterRecord) -> torch.Tensor:
-    """Return the parameter's own memory, 1-D: its rows, or all values if it is resident."""
+def _own_buffer(record: ParameterRecord) -> torch.Tensor:
+    """Return the parameter's own buffer, 1-D: its rows, or all values if it is resident."""
     return record.full if record.shard is None else record.shard

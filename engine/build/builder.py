@@ -1,18 +1,18 @@
 """Parameters of models that are being built: in memory while they are in use, otherwise as this rank's rows in a store.
 
 [Note: a released parameter]
-Its rows are in the array `building/<number>`, in the type that it was built in, and the parameter is a view of one NaN, like
-an engine's released parameter (see [Note: the memory of a parameter]). Each has its own NaN, which identifies it. The previous
-memory is not changed, so other references to it stay valid.
+Its rows are in the array `building/<number>`, in the dtype in which it was built, and the parameter is a view of one NaN,
+like an engine's released parameter (see [Note: the memory of a parameter]). Each has its own NaN, which identifies it. The
+previous storage is not changed, so other references to it stay valid.
 
 Any parameter may be released at any time, the least recently used first, since any access within the block of `zstore.Init`
-unshards it first. A parameter whose memory has another user, such as a view in a local variable, stays in memory: a write to
-the view is a write to the parameter.
+unshards it first. A parameter whose storage has another user, such as a view in a local variable, stays in memory: writing to
+the view writes to the parameter.
 
 [Note: ranks that build]
 Every rank builds the same values and keeps its rows of them. Each gather names its purpose, and the end of the block compares
-a checksum of every parameter: a difference between ranks is an error. (Not earlier, since uninitialized memory differs too.)
-Reference counts decide which parameters may be released, so Python's garbage collector is off: it would run at different
+a checksum of every parameter: a difference between ranks is an error. (Not earlier, since uninitialized values differ too.)
+Reference counts determine which parameters may be released, so Python's garbage collector is off: it would run at different
 times on different ranks.
 """
 
@@ -46,7 +46,7 @@ FillRows = Callable[[int, torch.Tensor], Any]
 
 DEFAULT_LIVE_BYTES = 64 * 1024 * 1024
 _TRIM_BYTES = 32 * 1024 * 1024
-"""Bytes released between two calls that give freed memory back to the system."""
+"""How many bytes to release before freed memory is returned to the system."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class BuiltParameter:
     number: int
     ref: weakref.ref[nn.Parameter]
     owner: weakref.ref[nn.Module]
-    """The module that it was first registered in."""
+    """The module in which it was first registered."""
     label: str
     """Its name and its module's type, for messages."""
     device: torch.device
@@ -91,7 +91,7 @@ class BuiltParameter:
 
 
 class BuildingGuard:
-    """Makes calls, `state_dict()` and `load_state_dict()` of modules with released parameters raise instead of using NaN."""
+    """Makes calls, `state_dict()` and `load_state_dict()` of modules with released parameters fail instead of using NaN."""
 
     def __init__(self) -> None:
         self._suspended = 0
@@ -150,7 +150,7 @@ class Builder:
         self.store = store
         self.world = world
         self.key = key
-        """The settings of the store: `initialize` takes over a store with its own settings."""
+        """The settings of the store: `initialize` takes over a store whose settings are the same."""
         self.threshold_numel = max(1, threshold_numel)
         """Smaller parameters stay in memory."""
         self._tier = tier
@@ -203,7 +203,7 @@ class Builder:
         return built
 
     def register_stored(self, parameter: nn.Parameter, owner: nn.Module, label: str, fill: FillRows) -> None:
-        """Register a released parameter whose rows `fill` sets, without reading its memory."""
+        """Register a released parameter whose rows `fill` sets, without reading its values."""
         self._fill(self._record(parameter, owner, label), parameter, fill)
 
     def _count_live(self, built: BuiltParameter, parameter: nn.Parameter) -> None:
@@ -227,7 +227,7 @@ class Builder:
             self._drop_rows(built)
 
     def make_live(self, built: BuiltParameter, *, overwritten: bool = False) -> None:
-        """Make a parameter live before it is read or written; if it is wholly `overwritten`, it is not read from the store."""
+        """Make a parameter live before it is read or written; if entirely `overwritten`, it is not read from the store."""
         self._sweep()
         if (parameter := built.ref()) is None:
             return
@@ -250,9 +250,9 @@ class Builder:
                 self.release(built, p)
 
     def release_all(self) -> None:
-        """Release every parameter; views of a parameter no longer share its memory.
+        """Release every parameter; views of a parameter no longer share its storage.
 
-        Parameters that share memory stay in memory: the engine refuses them by name.
+        Parameters that share storage stay in memory: the engine rejects them by name.
         """
         self._sweep()
         seen = Counter(p.data_ptr() for built in self._live.values() if (p := built.ref()) is not None)
@@ -312,7 +312,7 @@ class Builder:
     def _read_into(self, rows: LocalShard, out: torch.Tensor) -> None:
         if self.is_closed:
             raise model_deleted_error()
-        # Not `read`, whose ticket keeps its memory for an unknown time.
+        # Not `read`, whose ticket keeps its buffer for an unknown time.
         with closing(self.store.tiles([[rows.spec.name]], "read")) as tiles:
             for tile in tiles:
                 out[tile.first : tile.stop].copy_(as_torch(tile.views[0]))
@@ -331,7 +331,7 @@ class Builder:
         self.agree(f"the values of {built.label} (parameter {built.number})", error)
         gathered = torch.empty(rows.grid.shard_numel * world.world_size, dtype=own.dtype, device=world.device)
         world.all_gather(gathered, own.to(world.device))
-        # A copy: the collective keeps its memory for an unknown time.
+        # A copy: the collective keeps its buffer for an unknown time.
         return gathered[: rows.spec.numel].view(rows.spec.shape).to(built.device, copy=True)
 
     def agree_on_values(self, error: BaseException | None) -> None:
@@ -354,7 +354,7 @@ class Builder:
     def agree(self, what: str, error: BaseException | None = None) -> None:
         """Raise on all ranks unless all are at `what` without an `error` (all ranks). See [Note: ranks that build]."""
         if self.failed:
-            raise UsageError("an earlier part of building this model failed on some rank: build it again")
+            raise UsageError("an earlier part of building this model failed on some rank: build the model again")
         try:
             self.world.raise_together(error, f"zstore.Init at {what}")
         except BaseException:
@@ -363,8 +363,8 @@ class Builder:
 
     def owners(self) -> list[nn.Module]:
         """Return the modules that have released parameters."""
-        found = (built.owner() for built in self._by_id.values() if built.placeholder is not None)
-        return list(dict.fromkeys(module for module in found if module is not None))
+        owners = (built.owner() for built in self._by_id.values() if built.placeholder is not None)
+        return list(dict.fromkeys(module for module in owners if module is not None))
 
     def forget(self, built: BuiltParameter, *, keep_rows: bool = False) -> None:
         """Forget a parameter that an engine has taken over; drop its array unless that has been taken over too."""
@@ -377,7 +377,7 @@ class Builder:
         self._drop_rows(built)
 
     def has_other_parameters(self, parameters: Container[nn.Parameter]) -> bool:
-        """Return whether the store has rows of other parameters than these."""
+        """Return whether the store has rows of parameters other than these."""
         self._sweep()
         stored = (built.ref() for built in self._by_id.values() if built.rows is not None)
         return any(parameter is not None and parameter not in parameters for parameter in stored)

@@ -1,4 +1,4 @@
-"""`zstore.Init`: a model is built for real, and its parameters move into shards as they are created.
+"""`zstore.Init`: a model is built normally, and its parameters are sharded as they are created.
 
 [Note: what the block sees]
 torch's registration hooks report every parameter and module that is registered in a module; a torch function mode sees every
@@ -37,17 +37,17 @@ from .store import builder_for
 
 
 class Init(AbstractContextManager["Init"]):
-    """Within the block, models are built in shards, with the same values as without it, in little memory (all ranks).
+    """Within the block, models are built in shards, with the same values as outside of it, but in little memory (all ranks).
 
     `config` (or `config_dict_or_path`) is the config of `initialize`. Each rank's rows of large parameters go to the config's
     tier for them: at stage 3 with several ranks or `offload_param`, and whenever the optimizer's state is offloaded. Without
     a config they go to host memory. If that saves nothing, the block does nothing.
 
     At most `live_bytes` of large parameters stay in memory, in addition to the one in use. `dtype` is the default
-    floating-point type within the block. `module` is an existing model, which is sharded immediately.
+    floating-point dtype within the block. `module` is an existing model, which is sharded immediately.
 
     `remote_device` names the rows' tier: "cpu" changes nothing, and "nvme" needs a config that offloads parameters there.
-    `pin_memory` and `mem_efficient_linear` are accepted and ignored: the config decides on pinning, and values depend on
+    `pin_memory` and `mem_efficient_linear` are accepted and ignored: the config determines pinning, and values depend on
     neither.
 
     Every rank must run the same code under the same seed, or the block ends with UsageError. After the block a sharded
@@ -76,7 +76,7 @@ class Init(AbstractContextManager["Init"]):
             raise UsageError("Init() got different configs in config and config_dict_or_path: pass one")
         if mpu is not None:
             raise UsageError(
-                "Init(mpu=...): parameters are sharded over all ranks, since there is no model parallelism; leave mpu out"
+                "Init(mpu=...): parameters are sharded over all ranks, since model parallelism is not supported; omit mpu"
             )
         self._source = config if config is not None else config_dict_or_path
         self._remote_device = remote_device

@@ -9,7 +9,7 @@ An element whose gradients were all exactly 0 until the variance was frozen has 
 encode 0, so only weight decay changes it.
 
 [Note: the state of one rank]
-Masters and shared slots are whole and equal on all ranks, and in the store like other state. State that differs by rank
+Masters and shared slots are whole and equal on all ranks, and are in the store like other state. State that differs by rank
 (compression errors and local slots) is in this object, and in checkpoints as one row per rank, which rank 0 writes with the
 client state. At another world size each rank starts from the mean of the rows, which preserves the sum of the errors;
 server errors, whose chunks depend on the world size, start from zero.
@@ -54,7 +54,7 @@ Phase = Literal["exact", "compressed", "local"]
 Group = Mapping[str, Any]
 """Settings of a parameter group."""
 Compressed = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the mean over ranks of a tensor [numel], sent as signs and scales with error feedback, with equal bits on all
+"""Returns the mean over ranks of a tensor [numel], sent as signs and scales with error feedback, bit-identical on all
 ranks."""
 
 _SIGNS_PER_BYTE = 8
@@ -138,7 +138,7 @@ class AdamRule(Kernel):
             self.compressed_update(state, gradient, compressed)
 
     def exact_update(self, state: TensorState, gradient: torch.Tensor) -> None:
-        """Take an update with the mean gradient: until the first compressed update, the engine's AdamW with its bits."""
+        """Take an update with the mean gradient: until the first compressed update, bit-identical to the engine's AdamW."""
         group, step, variance = state.group, state.scalars["step"], state.slots["exp_avg_sq"]
         if state.scalars["variance_updates"] == step:
             kernel = FusedAdam(decoupled=True, corrects=group["bias_correction"]).start(group, {"step": step - 1})
@@ -297,7 +297,7 @@ def decode(encoded: torch.Tensor) -> torch.Tensor:
 
 
 def compressed_mean(world: World, errors: Mapping[str, torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-    """Return the mean of `values` [numel], fp32, over the ranks by both phases, with equal bits on all ranks (all ranks).
+    """Return the mean of `values` [numel], fp32, over the ranks by both phases, bit-identical on all ranks (all ranks).
     Updates `errors`, fp32: worker_error [numel] and server_error [chunk_numel]. See [Note: two phases]."""
     if world.world_size == 1:
         return values

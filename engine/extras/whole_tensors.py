@@ -7,9 +7,9 @@ A round has one tensor per rank, largest first, and rank i owns the i-th one. Ea
    in fp32 and scaled once (see [Note: the update]);
 2. one exchange gives each owner its whole tensor, and the class's own step updates it on the compute device;
 3. one exchange returns master and slots; every rank writes its rows and casts its rows of the parameter.
-So the bits equal those of the class on the whole tensor, on every tier, stage and number of ranks. Memory is bounded by four
-copies of one tensor: read, received, whole, and to send back. If every rank has all rows, nothing is exchanged, and each
-rank updates every tensor.
+So the result is bit-identical to the class's on the whole tensor, on every tier, at every stage and on any number of ranks.
+Memory is bounded by four copies of one tensor: read, received, whole, and to send back. If every rank has all rows, nothing
+is exchanged, and each rank updates every tensor.
 
 A rank that failed continues with the exchanges, since others wait in them, and raises at the end.
 """
@@ -125,7 +125,7 @@ class _Rows:
     grid: Grid
     """Partitioning over the ranks that exchange."""
     offset: int
-    """Offset of the rows in a row of the exchange."""
+    """Offset of these rows in a row of the exchange."""
 
     @property
     def array(self) -> str:
@@ -148,7 +148,7 @@ class _Tensor:
             grid = state.state_grid_of(record, array_shape)
             self.parts.append(_Rows(record=record, slot=slot, shape=array_shape, grid=grid, offset=self.numel))
             self.returned_numel = self.numel
-            self.numel += round_up(grid.shard_numel, ALIGN_NUMEL)  # as aligned as separate memory
+            self.numel += round_up(grid.shard_numel, ALIGN_NUMEL)  # aligned like separate buffers
 
 
 class TensorStep(Stepper):
@@ -216,7 +216,7 @@ class TensorStep(Stepper):
         return row[part.offset : part.offset + part.grid.shard_valid_numel(self._rank)]
 
     def _stored_rows(self, tensors: Sequence[_Tensor], rows: torch.Tensor) -> list[tuple[_Rows, torch.Tensor]]:
-        """Return the masters and slots that this rank has rows of, each with its part of `rows`."""
+        """Return the masters and slots of which this rank has rows, each with its part of `rows`."""
         parts = [
             (part, self._rows(part, row)) for row, each in zip(rows, tensors, strict=False) for part in each.parts[:-1]
         ]

@@ -12,11 +12,11 @@ Parameters are split only between blocks, and no block spans two parameters, so 
 
 [Note: quantized gathers]
 Each rank quantizes its rows of the matrices of a unit. All ranks receive all bytes and dequantize them, including their own,
-so all compute with the same bits. The stored rows do not change.
+so their values are bit-identical. The stored rows do not change.
 
 [Note: quantized reductions]
 A bucket's matrix [world, cols] is quantized row by row and sent in an all-to-all of rows. Each rank dequantizes the
-received rows and sums them in rank order, in fp32; the mean is rounded once, to the type of plain reductions.
+received rows and sums them in rank order, in fp32; the mean is rounded once, to the dtype of plain reductions.
 
 With several groups of ranks (machines, or groups of `zero_hpz_partition_size`) there are two such hops: each member of a
 group receives the rows of the ranks with its position in all groups; their mean over the group is quantized again and sent
@@ -25,10 +25,10 @@ instead of g n - g: a factor of g fewer bytes leave the group.
 
 [Note: the secondary shards]
 After a gather over all ranks, each rank keeps the part of the parameter for its position in its group, so that the group
-has all values. Until they change, later gathers (by the backward and further micro-batches) are within the group, with the
-same bits. A step invalidates the secondary shards of trained parameters; those of frozen parameters stay valid. They are in
-device memory on every tier, and exist on all ranks or none: gathers, which create them, and changes of values, which
-invalidate them, are done by all ranks.
+has all values. Until they change, later gathers (by the backward and further micro-batches) are within the group, and
+bit-identical. A step invalidates the secondary shards of trained parameters; those of frozen parameters stay valid. They are in
+device memory whatever the tier, and exist on all ranks or none: all ranks take part in gathers, which create them, and in
+changes of values, which invalidate them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BlockCode:
         return sum(encoded_bytes(length, self.bits) for length in self.lengths)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values` [rows, sum of lengths], of any floating-point type, as bytes, uint8 [rows, row_bytes]."""
+        """Return `values` [rows, sum of lengths], of any floating-point dtype, as bytes, uint8 [rows, row_bytes]."""
         encoded = torch.empty(values.shape[0], self.row_bytes, dtype=torch.uint8, device=values.device)
         scales, elements = self._parts(encoded)
         for columns, blocks, size in self._tiles(values):
@@ -98,7 +98,7 @@ class BlockCode:
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
         """Fill `out` [rows, sum of lengths] with the values of an `encode` result, or `add` them; return `out`. Values are
-        products in fp32, rounded to the type of `out`."""
+        products in fp32, rounded to the dtype of `out`."""
         scales, elements = self._parts(encoded)
         for columns, blocks, size in self._tiles(out):
             quantized = elements[:, self._bytes(columns)].view(out.shape[0], -1, size * self.bits // 8)
@@ -144,7 +144,7 @@ def _block_ranges(length: int, max_numel: int) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class QuantizedGather:
-    """A running gather. `finish` needs the memory of its parameters to be allocated."""
+    """A running gather. `finish` needs `full` of its parameters to be allocated."""
 
     work: Work
     bucket: Bucket
@@ -173,7 +173,7 @@ class _Quantized:
     align_numel = BLOCK_NUMEL
 
     def takes(self, record: ParameterRecord) -> bool:
-        # Biases and norms are sent in their own type.
+        # Biases and norms are sent in their own dtype.
         return record.dtype.is_floating_point and record.grid.row_numel > 1
 
 
@@ -299,7 +299,7 @@ class SecondaryShards(Replica):
                 self._current.add(record)
 
     def expire(self) -> None:
-        # The memory is kept for new rows.
+        # The buffers are reused for new rows.
         self._current = {record for record in self._current if record.group is None}
 
     def free(self) -> None:

@@ -71,7 +71,7 @@ def _loss_value(loss: torch.Tensor | None) -> Loss:
 class RunReport:
     """Reports losses and steps as configured. See [Note: metrics].
 
-    The loss is copied from the device once per reported step, and never otherwise.
+    The loss is copied from the device only once per reported step.
     """
 
     def __init__(self, training: Training, monitors: Monitors) -> None:
@@ -139,7 +139,7 @@ class RunReport:
         return stacked.sum() if self._losses_are_parts else stacked.mean()
 
     def begin_step(self) -> None:
-        """Send the step's loss with its first message, by when the device has computed it (all ranks, if several)."""
+        """Send the step's loss with its first message, by which time the device has computed it (all ranks, if several)."""
         self._loss_to_send[:] = [] if (loss := self._take_loss()) is None else [loss]
         self._training.world.received["loss"] = []
 
@@ -210,7 +210,7 @@ def _memory_line(training: Training) -> str:
 class RunJournal:
     """An engine's journal, written by rank 0. On other ranks, and if the config disables it, every call does nothing.
 
-    The first failure is logged as a warning, and training continues.
+    The first failure is logged as a warning; training continues.
     """
 
     def __init__(self, training: Training, utilisation: StepUtilisation) -> None:

@@ -7,15 +7,15 @@ state. With groups of ranks, `within_group` and `between_groups` count every col
 summed over concurrent operations, so it may exceed the elapsed time.
 
 [Note: utilisation]
-MFU = operations per step / (seconds per step x peak of the device), on rank 0, as in Chowdhery et al., PaLM
+MFU = FLOPs per step / (seconds per step x the device's peak FLOP/s), on rank 0, as in Chowdhery et al., PaLM
 (https://arxiv.org/abs/2204.02311), appendix B: recomputation does not count. The forward of the first micro-batch is
-counted; a backward takes as much for the gradients of activations, and as much again, times the trained share, for those of
-parameters. A compiled model's step is estimated as 6 x parameters x tokens, if the loop reports the tokens per step.
+counted; a backward pass takes as much for the gradients of activations, and as much again, times the trained share, for those
+of parameters. A compiled model's step is estimated as 6 x parameters x tokens, if the loop reports the tokens per step.
 
 Matrix products, convolutions and attention are counted by the formulas of `torch.utils.flop_counter`, which omits attention
 on the CPU. `FlopCounterMode` itself would run compiled functions uncompiled, which changes the run.
 
-Peaks are the manufacturers' for dense products in the training type, for the GPUs in the table; other devices have no MFU.
+Peaks are the vendors' figures for dense products in the training dtype, for the GPUs in the table; other devices have no MFU.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _PEAK_FLOPS = (
     ("L40S", {"16": 362e12, "tf32": 183e12, "fp32": 91.6e12}),
     ("A10G", {"16": 70e12, "tf32": 35e12, "fp32": 31.2e12}),
 )
-"""Part of a CUDA device's name -> operations per second in dense products, from the manufacturers' data sheets. The first
-match applies."""
+"""Part of a CUDA device's name -> FLOP/s in dense matrix products, from the manufacturers' data sheets. The first match
+applies."""
 
 
 @dataclass(kw_only=True)
@@ -78,7 +78,7 @@ class MemoryUse:
     """Bytes that one rank currently has in memory and on disk."""
 
     parameters: int
-    """Parameters in their own type: this rank's rows on the device, and gathered copies."""
+    """Parameters in their own dtype: this rank's rows on the device, and gathered copies."""
     resting: int
     """Rows of offloaded parameters in the store, on any tier, including parameters that are their own fp32 master."""
     gradients: int
@@ -113,7 +113,7 @@ class EngineStatistics:
     store: StoreStatistics
     """Bytes of state by tier and of transfer buffers, and the work of the I/O threads."""
     step_flops: int | None
-    """Operations per step on this rank, without recomputation; None if unknown."""
+    """FLOPs per step on this rank, excluding recomputation; None if unknown."""
     mfu: float | None
     """Model FLOPs utilisation of the last step, 0 to 1, on rank 0; None if unknown."""
     activations: ActivationStatistics | None
@@ -187,7 +187,7 @@ def memory_use(training: Training) -> MemoryUse:
     for record in state.records:
         if record.shard is not None:
             parameters += record.shard.nbytes
-        # Not `full.nbytes`, since a released parameter has no memory, or memory reserved for its next use.
+        # Not `full.nbytes`, since a released parameter has no storage, or storage reserved for its next use.
         parameters += 0 if record.is_in_place else min(record.full.untyped_storage().nbytes(), record.full.nbytes)
     arrays = [(tier, kind == "parameters", nbytes) for _, tier, kind, nbytes in placed_arrays(training)]
     resting = sum(nbytes for tier, is_parameter, nbytes in arrays if is_parameter and tier != "device")
@@ -216,14 +216,14 @@ def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return a CUDA device's peak operations per second in `precision`, by its name; None if it is not in the table."""
+    """Return a CUDA device's peak FLOP/s in `precision`, by its name; None if it is not in the table."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
     dtype = "16" if precision in {"bf16", "fp16"} else "tf32" if tf32 else "fp32"
     return next((peaks[dtype] for device, peaks in _PEAK_FLOPS if device in name), None)
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations run in its `with` blocks."""
+    """Counts the FLOPs of operations run in its `with` blocks."""
 
     supports_higher_order_operators = True
 
@@ -244,7 +244,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if operator in flop_registry:
                 self.total += int(flop_registry[operator](*args, **kwargs, out_val=out))
             elif operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-                # Heads that share keys and values take the same number of products; torch 2.9's formula rejects them.
+                # Heads that share keys and values need as many FLOPs; torch 2.9's formula rejects them.
                 batch, heads, *_ = args[0].shape
                 key, value = ((batch, heads, *tensor.shape[2:]) for tensor in args[1:3])
                 self.total += int(sdpa_flop_count(args[0].shape, key, value))  # type: ignore[no-untyped-call]
@@ -252,14 +252,14 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class StepUtilisation:
-    """The operations of a step, and the model FLOPs utilisation. See [Note: utilisation]."""
+    """The FLOPs of a step, and the model FLOPs utilisation. See [Note: utilisation]."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self.should_count = False
-        """Whether to count the operations of the next training forward."""
+        """Whether to count the FLOPs of the next training forward."""
         self._micro_flops: int | None = None
-        """Operations of one micro-batch."""
+        """FLOPs of one micro-batch."""
         self._numel = sum(record.numel for record in training.state.records)
         self.tokens: int | None = None
         """Tokens per step over all ranks, from the current step on; None if unknown."""
@@ -276,7 +276,7 @@ class StepUtilisation:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the operations of a forward, unless it runs without gradients or has compiled parts."""
+        """Count the FLOPs of a forward, unless it runs without gradients or has compiled parts."""
         training = self._training
         if not torch.is_grad_enabled():
             yield
@@ -310,7 +310,7 @@ class StepUtilisation:
         self._last_end_s = self.step_s = None
 
     def step_flops(self) -> int | None:
-        """Return the operations per step on one rank; None if unknown."""
+        """Return the FLOPs per step on one rank; None if unknown."""
         if self._micro_flops is not None:
             return self._micro_flops * self._training.accumulation.batch.accumulation_steps
         return 6 * self._numel * self.tokens // self._training.world.world_size if self.tokens else None

@@ -1,10 +1,10 @@
 """Adam and AdamW in host memory in one pass over their state, by adamw.c in place of torch's casts and fused kernel.
 
 [Note: the host kernel]
-It is optional, and its bits are torch's. The library is built with the wheel if there was a compiler, otherwise at first use
+It is optional, and bit-identical to torch. The library is built with the wheel if there was a compiler, otherwise at first use
 by `cc`, into the user's cache. Compilers contract some products and sums of torch's kernel into FMAs; which ones depends on the
-build, and is found by comparison with torch's own kernel, once per process. Without a compiler, without AVX2 and FMA on x86, or
-if no form is equal, torch's kernel is used, and a debug message is logged.
+build, and is determined by comparison with torch's own kernel, once per process. Without a compiler, without AVX2 and FMA on
+x86, or if no form matches, torch's kernel is used, and a debug message is logged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OTHER_THREADS = 2
 """Cores of a rank that the update leaves to computation and I/O."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Types of gradients and weights -> their numbers in adamw.c."""
+"""Dtypes of gradients and weights -> their codes in adamw.c."""
 
 
 class _Settings(ctypes.Structure):
@@ -84,17 +84,17 @@ class HostKernel:
         self.form = form
 
     def takes(self, tensors: Iterable[torch.Tensor], gradient: torch.dtype, weight: torch.dtype | None) -> bool:
-        """Return whether `update` supports the tensors, with a gradient and a weight of these types."""
+        """Return whether `update` supports the tensors, with a gradient and a weight of these dtypes."""
         types = gradient in TYPES and (weight is None or TYPES.get(weight, 0) > 0)
-        return types and all(each.is_cpu and each.is_contiguous() and not each.is_neg() for each in tensors)
+        return types and all(t.is_cpu and t.is_contiguous() and not t.is_neg() for t in tensors)
 
     def update(self, settings: Mapping[str, float], tensors: StepTensors, num_threads: int = 1) -> None:
-        """Step tensors in host memory, 1-D and contiguous. The settings are those of `_Settings` except types and form;
+        """Step tensors in host memory, 1-D and contiguous. The settings are those of `_Settings` except dtypes and form;
         gradients are multiplied by the factor in fp32, and a negative factor maximizes."""
-        # Addresses are read in each step, since other code may move a tensor's memory, as `share_memory_` does.
+        # Addresses are read in each step, since other code may move a tensor's storage, as `share_memory_` does.
         jobs = array("q", bytes(8 * 7 * len(tensors.masters)))
-        for number, column in enumerate((tensors.masters, *zip(*tensors.slots, strict=True))):
-            jobs[number::7] = array("q", map(torch.Tensor.data_ptr, column))
+        for index, column in enumerate((tensors.masters, *zip(*tensors.slots, strict=True))):
+            jobs[index::7] = array("q", map(torch.Tensor.data_ptr, column))
         jobs[4::7] = array("q", map(torch.Tensor.data_ptr, tensors.gradients))
         jobs[5::7] = array("q", [0 if weight is None else weight.data_ptr() for weight in tensors.weights])
         jobs[6::7] = array("q", map(torch.Tensor.numel, tensors.masters))
@@ -109,17 +109,17 @@ def num_threads(local_ranks: int, *, overlaps_compute: bool) -> int:
     """Return the number of threads that update the state of one rank of this machine: one less if the CPU also computes the
     model."""
     cores = num_cores() // max(1, local_ranks)
-    own = max(1, min(_MAX_THREADS, cores - _OTHER_THREADS))
-    return own if overlaps_compute or cores < 2 else own + 1
+    threads = max(1, min(_MAX_THREADS, cores - _OTHER_THREADS))
+    return threads if overlaps_compute or cores < 2 else threads + 1
 
 
 @cache
 def host_kernel() -> HostKernel | None:
-    """Return the kernel with torch's bits, or None without one. See [Note: the host kernel]."""
+    """Return the kernel that is bit-identical to torch's, or None if there is none. See [Note: the host kernel]."""
     try:
         library = _load()
         kernel = HostKernel(library, _find_form(library))
-    except Exception as error:  # any: torch's kernel has the same results
+    except Exception as error:  # of any kind: torch's kernel has the same results
         _log.debug("torch's kernel updates state in host memory, instead of adamw.c: %r", error)
         return None
     atexit.register(library.zstore_adam_end)
@@ -142,7 +142,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _cache_folder() -> Path:
-    """Return the folder in the user's cache. Raises ZstoreError if others may write to it."""
+    """Return the folder in the user's cache. Raises ZstoreError if other users may write to it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zstore-kernel"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
@@ -234,14 +234,14 @@ class _Case:
 
 
 def _find_form(library: ctypes.CDLL) -> Form:
-    """Return the form in which the library gives the bits of torch's kernel. Raises ZstoreError if no form does."""
+    """Return the form in which the library is bit-identical to torch's kernel. Raises ZstoreError if there is none."""
     cases = [_Case(*case) for case in _CASES]
 
     def first_equal(forms: Iterable[Form], of_body: bool) -> Form:
         for form in forms:
             if all(case.is_equal(form, library, of_body) for case in cases):
                 return form
-        raise ZstoreError("its bits are not torch's in any form; on x86 it needs AVX2 and FMA")
+        raise ZstoreError("it is not bit-identical to torch in any form; on x86 it needs AVX2 and FMA")
 
-    found = first_equal((Form(body) for body in _BODIES), True)
-    return first_equal((found._replace(tail=tail, width=width) for width in _WIDTHS for tail in _TAILS), False)
+    body_form = first_equal((Form(body) for body in _BODIES), True)
+    return first_equal((body_form._replace(tail=tail, width=width) for width in _WIDTHS for tail in _TAILS), False)

@@ -3,8 +3,8 @@
 [Note: messages]
 All messages go to the logger "zstore": progress at INFO, notable events at WARNING. Without configuration Python shows nothing
 below WARNING, so `show_messages` adds a handler for stderr, and level INFO, if neither that logger nor the root has a handler.
-The handler is silent when another one receives the messages, so configuring logging later duplicates no line. To see less,
-call `logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
+The handler is silent if another one receives the messages, so configuring logging later duplicates no line. To see fewer
+messages, call `logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
 
 [Note: stopping by a signal]
 The handler only records the signal. It is one of `World.messages`, which the ranks exchange in each step, so all ranks know of
@@ -12,7 +12,7 @@ it after the same step. Then the state is saved, and the process exits with code
 default effect immediately.
 
 [Note: the collector]
-A collection visits every object of the process, including those of torch, transformers and the model, which takes 0.2 s, and
+A collection visits every object in the process, including those of torch, transformers and the model, which takes 0.2 s, and
 all ranks wait for a rank that collects. So objects that exist when an engine is created are frozen until it is closed. With
 `disable_python_gc` there are no collections: steps leave no cycles, and a script that creates cycles calls `gc.collect()`.
 """
@@ -62,7 +62,7 @@ class _FallbackHandler(logging.Handler):
 
 
 def warn_once(message: str, *arguments: object) -> None:
-    """Warn on rank 0 of a condition that all ranks have."""
+    """Warn on rank 0 of a condition that holds on all ranks."""
     started = torch_dist.is_available() and torch_dist.is_initialized()
     if not started or torch_dist.get_rank() == 0:
         _log.warning(message, *arguments)
@@ -88,12 +88,12 @@ class StopSignals:
         self._received: int | None = None  # by this rank
         self._original_handlers: dict[int, Any] = {}
 
-    def watch(self, numbers: Iterable[int] = STOP_SIGNALS) -> None:
+    def watch(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
         """Record these signals from now on, instead of their default effect. Raises UsageError outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("signals can be watched from the main thread only: call this where the script starts")
+            raise UsageError("signals can be watched only from the main thread: call this where the script starts")
         self._world.messages["signal"] = lambda: self._received
-        for number in numbers:
+        for number in signals:
             if number not in self._original_handlers:
                 self._original_handlers[number] = signal.signal(number, self._handle)
 
@@ -215,8 +215,8 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     for a single process.
 
     A collective that blocks for longer than `timeout` fails: 30 minutes by default, or DEEPSPEED_TIMEOUT minutes. The engine's
-    watch detects ranks that fail, die or stop much earlier. `dist_backend` is by default NCCL with CUDA, and gloo without; gloo
-    also replaces "nccl", with a warning on rank 0. `auto_mpi_discovery`, `verbose` and `config` are accepted for compatibility.
+    watchdog detects ranks that fail, die or stall much earlier. `dist_backend` is by default NCCL with CUDA and gloo without;
+    gloo also replaces "nccl", with a warning on rank 0. `auto_mpi_discovery`, `verbose` and `config` are accepted for compatibility.
     """
     cuda = torch.cuda.is_available()
     backend = dist_backend or ("nccl" if cuda else "gloo")
@@ -239,7 +239,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         rank=rank,
         world_size=world_size,
         timeout=timeout or datetime.timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "30"))),
-        # Otherwise NCCL guesses it from the rank, and barriers warn or hang if it guesses another rank's device.
+        # Otherwise NCCL guesses it from the rank, and barriers warn or hang if it guesses a different rank's device.
         device_id=device if backend == "nccl" else None,
     )
     # Before the interpreter shuts down, which gloo's threads would not survive.

@@ -3,9 +3,9 @@
 [Note: the order of samples]
 A rank's samples depend only on the seed and the global sample number. Epoch e is a permutation of the data set, drawn from
 (seed, e), and dealt in rounds of micro-batch x world size samples, of which rank r gets the r-th micro-batch. So a resumed run
-continues where the saved one stopped, also at another world size. In the last round of an epoch ranks may have fewer samples,
-all the same number; if the samples do not divide evenly, the first ones of the epoch are repeated. With `drop_last` an epoch
-ends with the last whole `train_batch_size`.
+continues where the saved one stopped, even at a different world size. In the last round of an epoch, ranks may have fewer
+samples, all the same number; if they do not divide evenly, the first ones of the epoch are repeated. With `drop_last`, an
+epoch ends with the last whole `train_batch_size`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Counters:
 
 @dataclass(kw_only=True)
 class Accumulation:
-    """Counts the micro-batches of a step, which ends as the batch sizes say, or when the caller sets its boundary."""
+    """Counts the micro-batches of a step, which ends as the batch sizes determine, or where the caller sets its boundary."""
 
     batch: BatchSizes
-    """The config's sizes; after a load at another world size, computed from the saved global batch."""
+    """The config's sizes; after a load at a different world size, computed from the saved global batch."""
     world_size: int
     earlier_samples: int = 0
     """Correction to the count of samples for steps taken with an earlier batch size."""
@@ -81,12 +81,12 @@ class Accumulation:
         self.micro_steps, self.backwards, self.was_cleared = 0, 0, False
 
     def resize(self, batch: BatchSizes, steps: int) -> None:
-        """Use other batch sizes after `steps` optimizer steps."""
+        """Change the batch sizes after `steps` optimizer steps."""
         self.earlier_samples += steps * (self.batch.train_batch_size - batch.train_batch_size)
         self.batch = batch
 
     def batch_with_size(self, train_batch_size: int) -> BatchSizes:
-        """Return the batch sizes with that many samples per step, in another number of micro-batches.
+        """Return the batch sizes with that many samples per step, in a different number of micro-batches.
 
         Raises UsageError as `with_train_batch_size` does, and within a step.
         """
@@ -133,7 +133,7 @@ class TrainingLoader:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of an epoch, by which `position` advances."""
+        """Samples per epoch, by which `position` advances."""
         if self.drop_last:
             return self.num_samples // self.batch.train_batch_size * self.batch.train_batch_size
         return self.num_samples
@@ -159,7 +159,7 @@ class TrainingLoader:
             self.data,
             batch_sampler=indices(),
             collate_fn=self.collate_fn,
-            # Otherwise each `iter` draws from torch's default generator: a resumed run, with one more, gets other dropout.
+            # Otherwise each `iter` draws from torch's default generator, and dropout differs in a resumed run.
             generator=torch.Generator(),
         )
         for batch in loader:
@@ -219,17 +219,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def loss_of(output: Any) -> torch.Tensor:
     """Return the loss in a model's output: the output itself, `.loss`, the value of "loss", or the first element."""
-    found = getattr(output, "loss", None) if not isinstance(output, torch.Tensor) else output
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    if found is None and isinstance(output, tuple | list) and output:
-        found = output[0]
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
-        what = f"shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(output).__name__
+    loss = getattr(output, "loss", None) if not isinstance(output, torch.Tensor) else output
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
         raise UsageError(
             f"expected a model that returns a loss of one element, got {what}: return it alone, as .loss, or as the first item"
         )
-    return found
+    return loss
 
 
 def mean_loss(losses: Sequence[torch.Tensor], world: World) -> torch.Tensor:
@@ -237,5 +237,5 @@ def mean_loss(losses: Sequence[torch.Tensor], world: World) -> torch.Tensor:
     mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
     if world.world_size == 1:
         return mean
-    found: list[float] = world.all_gather_object(mean.item())
-    return torch.tensor(sum(found) / len(found), device=mean.device)
+    means: list[float] = world.all_gather_object(mean.item())
+    return torch.tensor(sum(means) / len(means), device=mean.device)

@@ -90,7 +90,7 @@ class NamedSchedule(LRScheduler):
 
 
 def _per_group(optimizer: torch.optim.Optimizer, params: SchedulerParams, name: str) -> list[float]:
-    """Return the value for each parameter group. Raises ConfigError if the numbers of values and groups differ."""
+    """Return the value for each parameter group. Raises ConfigError if the number of values is not the number of groups."""
     num_groups, value = len(optimizer.param_groups), getattr(params, name)
     if not isinstance(value, Sequence):
         return [value] * num_groups

@@ -162,7 +162,7 @@ def test_bad_calls_are_named_and_move_nothing(nvme: Path) -> None:
     with start(make_config(1, "none", nvme), make_net()) as engine:
         before = tiers(engine)
         for arguments, message in (
-            ({"include": ["weights"]}, f"expected names out of {', '.join(STATES)}, got 'weights'"),
+            ({"include": ["weights"]}, f"expected names from {', '.join(STATES)}, got 'weights'"),
             ({"device": "disk"}, 'expected "cpu" or "nvme"'),
             ({"device": "nvme"}, "the config names no drive"),
         ):
