@@ -216,7 +216,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
     A collective that blocks for longer than `timeout` fails: 30 minutes by default, or DEEPSPEED_TIMEOUT minutes. The engine's
     watchdog detects ranks that fail, die or stall much earlier. `dist_backend` is by default NCCL with CUDA and gloo without;
-    gloo also replaces "nccl", with a warning on rank 0. `auto_mpi_discovery`, `verbose` and `config` are accepted for compatibility.
+    gloo also replaces "nccl", with a warning on rank 0. `auto_mpi_discovery`, `verbose` and `config` are for compatibility.
     """
     cuda = torch.cuda.is_available()
     backend = dist_backend or ("nccl" if cuda else "gloo")
