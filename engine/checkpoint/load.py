@@ -318,7 +318,7 @@ def _read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: tor
 def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, options: LoadOptions) -> LoadPlan:
     """Return the plan of a load.
 
-    Raises CheckpointMismatchError, with all differences, if the checkpoint is of a different model or optimizer.
+    Raises CheckpointMismatchError, with all differences, if the checkpoint is from a different model or optimizer.
     """
     names = {r: state.array_names[r][: None if options.optimizer else 1] for r in state.records}
     whole = {name: tuple(t.shape) for name, t in unsharded_tensors(model, (r.parameter for r in state.records))}
@@ -421,7 +421,7 @@ def _differences(
 
     stored = {name: shape for name, shape in shapes.items() if is_compared(name)}
     # torch's state dicts repeat a tied parameter under each of its names. A checkpoint in which the values differ, in this
-    # rank's rows, is of a different model.
+    # rank's rows, is from a different model.
     for record in state.records:
         for alias in map(model_array, record.aliases):
             if _same_values(reader, model_array(record.name), alias, record.owned_range):
@@ -440,7 +440,7 @@ def _differences(
     faults += _lines("", reshaped)
     if faults:
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} is of a different model or optimizer:"
+            f"checkpoint {reader.location} is from a different model or optimizer:"
             + "".join(f"\n  {line}" for line in faults)
         )
     return missing, unexpected

@@ -263,7 +263,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(engine: E
     groups = [{"params": [p]} for p in net.parameters() if p.requires_grad]
     save("groups", net, optimizer=torch.optim.AdamW(groups))
     refused = {
-        "shallow": r"(?s)of a different model or optimizer:.*missing: model/blocks\.1\.norm\.weight.*and 8 more",
+        "shallow": r"(?s)from a different model or optimizer:.*missing: model/blocks\.1\.norm\.weight.*and 8 more",
         "wide": r"(?s)model/embed\.weight: shape \(1203, 64\) in the checkpoint, \(1203, 56\) in the model",
         "sgd": r"(?s)missing: optimizer/exp_avg/start.*not in the model or its optimizer: optimizer/momentum_buffer/",
         "groups": r"parameter groups, the optimizer has 1: create the same groups",

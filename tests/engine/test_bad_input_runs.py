@@ -85,7 +85,7 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
         (["--resume", f"{save}@best"], "'best'"),
         (["--resume", "auto", "--seed", 5], "--seed 5: the checkpoint's run used 0"),
         (["--resume", "auto", "--seq-len", 16], "--seq-len 16: the checkpoint's run used 32"),
-        (["--resume", "auto", "--model", "gpt-small"], "is of a different model or optimizer"),
+        (["--resume", "auto", "--model", "gpt-small"], "is from a different model or optimizer"),
         (["--save", "/proc/ckpt"], "--save: the folder is not writable; choose one that this user can write to"),
         (["--save", text], "--save: the folder is not writable"),
         (["--save", "/proc/ckpt", "--nproc", 2], "--save: the folder is not writable"),
