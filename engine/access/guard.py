@@ -13,7 +13,7 @@ were given different storage, the model would never see the updates. So:
 [Note: changed in place]
 A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). Their version counters reveal
 it at the next forward, step, save or read of the state. A resident parameter keeps the written values, and its separate master
-is updated from them. Those of a sharded parameter have been released by then, so the check raises an error. A write through
+is updated from them. Values written to a sharded one have been released by then, so the check raises an error. A write through
 `.data` changes no counter, and the next update would overwrite it, except in a parameter that is its own master. So each step
 samples the first values of one parameter in turn, and the next step raises an error if they changed and differ from the
 master's. Other calls do not check, since a script may swap weights through `.data` for an evaluation, and swap them back.

@@ -9,9 +9,9 @@ gradient on any rank goes through four phases:
    (1 / loss scale, and the clip factor);
 3. the kernel updates master and slots in place; slots in another format go through their codec (`SlotCodec`);
 4. the master is cast to the parameter's weights: its buffer, or an array that the pass writes. An fp32 master may be that
-   buffer; if its slots are on a different tier, it is copied there in phase 1 and back in phase 4.
+   buffer; if its slots are in a different memory, it is copied there in phase 1 and back in phase 4.
 
-Parameters whose arrays are on one tier, in the kernel's format, are updated in place (`OptimizerState.in_place`),
+Parameters whose arrays are in the same memory, in the kernel's format, are updated in place (`OptimizerState.in_place`),
 without phase 1: many small ones in one call of each of torch's kernels for lists of tensors, large ones in tiles. In the
 background this is done only if no parameter needs a pass, to keep the order. Which parameters a step updates, and how, is
 planned once (`UpdatePlan`, `_Batch`). In host memory one kernel, if available, runs phases 2 to 4 of Adam in one pass ([Note:
@@ -114,7 +114,7 @@ class _StreamedUpdate:
             self._h2d.drain()
 
     def _master_with_slots(self, slots: list[torch.Tensor], stored: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """Return the master on the tier of its slots: `stored` itself if it is there already."""
+        """Return the master in the same memory as its slots: `stored` itself if it is there already."""
         transfers = self._state.transfers
         link = transfers.link(stored, slots[0]) if slots else None
         if link is None:
@@ -178,7 +178,7 @@ _MAX_IN_STEP, _MAX_IN_BACKGROUND = 256 * 1024 * 1024, 4 * 1024 * 1024
 
 
 class _KernelCall:
-    """Parts of parameters on one tier that take the same step, updated by one call of each kernel."""
+    """Parts of parameters in the same memory that take the same step, updated by one call of each kernel."""
 
     def __init__(self, kernel: HostKernel | None, *, sends: bool) -> None:
         self.numel = 0
@@ -267,8 +267,8 @@ class _Batch:
         self.names = [name for _, place in places for name in place.names]
         self.masters = [place.master for _, place in places]
         links = [transfers.link(*pair) for pair in zip(rows, self.masters, strict=True)]
-        self.transferred = [[i for i, found in enumerate(links) if found == link] for link in set(links) if link]
-        """Indices of the gradients that are not on their master's tier, by direction."""
+        self.transferred = [[i for i, current in enumerate(links) if current == link] for link in set(links) if link]
+        """Indices of the gradients that are not in the same memory as their master, by direction."""
         self._memory = [(record, record.full, record.shard) for record, place in places if place.casts]
         on_host = [master.numel() for master in self.masters if transfers.streams.is_host(master)]
         uses_one = in_background or state.host is not None  # the host kernel has its own threads
@@ -343,7 +343,7 @@ class _StreamedPart:
 
 
 class UpdatePlan:
-    """Which of the `records` are updated in place, since their arrays are on one tier, and which in a pass, and how."""
+    """Which of the `records` are updated in place, since their arrays are in the same memory, and which in a pass, and how."""
 
     def __init__(self, state: OptimizerState, records: Sequence[ParameterRecord], *, in_background: bool) -> None:
         owned = [record for record in records if record.owned_numel]
@@ -438,7 +438,7 @@ class Changes:
         h2d.drain()
 
     def _update_in_place(self, records: Sequence[ParameterRecord]) -> None:
-        """Update parameters whose arrays are on one tier; in the background, on one thread."""
+        """Update parameters whose arrays are in the same memory; in the background, on one thread."""
         state, transfers, plan, rows = self.state, self.state.transfers, self._plan, []
         for record, gradient in zip(records, self.rows(records), strict=True):
             if gradient is None:

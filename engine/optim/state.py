@@ -32,7 +32,7 @@ _MAX_PLANS = 16
 
 
 class InPlace(NamedTuple):
-    """The whole arrays of a parameter that an update changes in place: 1-D, of one length, on one tier."""
+    """The whole arrays of a parameter that an update changes in place: 1-D, of one length, in the same memory."""
 
     names: list[str]
     master: torch.Tensor
@@ -251,7 +251,7 @@ class OptimizerState:
         return plan
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
-        """Return the arrays of a trained parameter if they are on one tier and its kernel takes several parameters at once:
+        """Return the arrays of a trained parameter if they are in one memory and its kernel takes several parameters at once:
         torch's fused kernel does so anywhere, its other optimizers on a device."""
         names = list(self.all_arrays(record))
         kernel = self.kernel_of(record)[0]

@@ -125,9 +125,9 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
             if limit_bytes is not None and needed_bytes > limit_bytes + memory.swap_bytes:
                 raise BudgetError(
                     f"the host has {format_bytes(limit_bytes + memory.swap_bytes)} of memory available (including swap), "
-                    f"but the plan keeps {format_bytes(plan.host_bytes)} of this rank's state there, "
-                    f"and {format_bytes(needed_bytes)} with all its ranks', not counting activations: set a smaller "
-                    'host_budget_bytes with offload_optimizer and offload_param on "nvme", or use more machines (`zstore plan`)'
+                    f"but the plan keeps {format_bytes(plan.host_bytes)} of this rank's state there, and "
+                    f"{format_bytes(needed_bytes)} in all, not counting activations: set a smaller host_budget_bytes with "
+                    'offload_optimizer and offload_param on "nvme", or use more machines (`zstore plan` shows what fits)'
                 )
 
 

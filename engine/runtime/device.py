@@ -280,7 +280,7 @@ class Scratch(threading.local):
 
 
 class GradientTiles:
-    """The rows of a gradient, tile by tile, in fp32 on the tier of the state; if they are on a different tier, the next tile is
+    """The rows of a gradient, tile by tile, in fp32 in the state's memory; if they are in a different one, the next tile is
     copied ahead. With `scratch`, all tiles use the same buffer, unless the rows can be changed in place."""
 
     def __init__(self, transfers: Transfers, rows: torch.Tensor, scratch: Scratch | None = None) -> None:
@@ -328,7 +328,7 @@ class H2DQueue:
         """Maximum number of pending tiles."""
 
     def put(self, rows: list[torch.Tensor], masters: list[torch.Tensor], after: Event = None) -> None:
-        """Cast `masters` into `rows`, all of one dtype and on one tier; they are complete after `drain`. Until then, masters
+        """Cast `masters` into `rows`, all of one dtype and in one memory; they are complete after `drain`. Until then, masters
         on the device must not change; those in host memory may change on return. Rows on the device are written after
         the work submitted until now, or `after` an event if no later work reads them."""
         link = self._transfers.link(masters[0], rows[0])

@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[type[Exception], Given, str]] = {
     "another model's optimizer": (
         UsageError,
         lambda m: {"optimizer": torch.optim.AdamW(make_net().parameters())},
-        r"not one of the model's: make the optimizer from the parameters of the model",
+        r"not one of the model's: create the optimizer from the parameters of the model",
     ),
     "optimizer of no kind": (UsageError, lambda m: {"optimizer": object()}, r"expected a torch optimizer, got object"),
     "optimizer that is not element-wise": (
