@@ -137,7 +137,7 @@ def test_what_steps_whole_tensors_is_refused_where_that_cannot_be() -> None:
     with pytest.raises(UsageError, match=r"LBFGS .* closure"):
         started(torch.optim.LBFGS)
     refused = [
-        ({"step_overlap": "backward"}, "Lamb .* take step_overlap out"),
+        ({"step_overlap": "backward"}, "Lamb .* remove step_overlap"),
         ({"moments": "bf16"}, '"moments": .* OwnLamb, .* remove the key'),
     ]
     for own, message in refused:
