@@ -125,7 +125,7 @@ def test_cpu_that_does_not_fit_is_refused_with_numbers_and_advice() -> None:
 
 
 def test_a_budget_that_cannot_hold_the_buffers_or_a_piece_beside_them_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"2097152 of transfer buffers.*raise `host_budget_bytes` [^,]+$"):
+    with pytest.raises(BudgetError, match=r"2097152 bytes of transfer buffers.*raise `host_budget_bytes` [^,]+$"):
         make_plan(EIGHT, PlacementSettings(optimizer="nvme", budget_bytes=MB, buffer_bytes=2 * MB))
     with pytest.raises(BudgetError, match="a piece larger than the buffers"):
         make_plan(EIGHT, PlacementSettings(optimizer="nvme", budget_bytes=4096, buffer_bytes=4096))
