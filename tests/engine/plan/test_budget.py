@@ -165,7 +165,7 @@ def test_the_budget_that_an_error_names_is_enough(optimizer: str, tmp_path: Path
     config = make_config(str(tmp_path), zero={"offload_optimizer": {"device": optimizer, "nvme_path": str(tmp_path)}})
     with pytest.raises(BudgetError) as raised:
         zstore.initialize(model=build_model("gpt-tiny", 16), config=config | {"zstore": {"host_budget_bytes": 300_000}})
-    found = re.search(r"to at least (\d+) per rank", str(raised.value))
+    found = re.search(r"to at least (\d+) bytes per rank", str(raised.value))
     config |= {"zstore": {"host_budget_bytes": int(found[1])}}
     zstore.initialize(model=build_model("gpt-tiny", 16), config=config)[0].close()
 
