@@ -100,7 +100,7 @@ class ParameterRecord:
     detaches_empty: bool = False
     """Whether `detach()` of the released parameter returns an empty tensor, for its module's state dict."""
     is_rounded: bool = False
-    """Whether the values were gathered in quantized form: this rank's part of them differs from its stored rows."""
+    """Whether the values were gathered with reduced precision: this rank's part of them differs from its stored rows."""
     address: int = field(init=False)
     """Address of the values that the engine gave the parameter; a different address means that other code replaced them."""
     shape: torch.Size = field(init=False)

@@ -159,7 +159,7 @@ def test_ctrl_c_in_a_save_of_the_train_command_resumes(nproc: int, train: Any, t
     assert whole(save) == [f"step-{number:08d}" for number in range(1, last + 1)]
     code, err = train("--steps", last + 1, "--save", save, "--resume", "auto")
     assert code == 0, err
-    assert f"step {last + 1}: save stall" in err
+    assert f"step {last + 1}: the save stalled" in err
 
 
 FULL = """

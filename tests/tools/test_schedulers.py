@@ -39,7 +39,7 @@ def training(command: list[str], tmp_path: Path, text: Path, *more: object) -> I
             seen = []
             for line in process.stderr:
                 seen.append(line)
-                if "save stall" in line:
+                if "the save stalled" in line:
                     break
             else:
                 raise AssertionError("".join(seen))

@@ -87,7 +87,7 @@ def test_two_processes_and_one_see_the_same_batches(tmp_path: Path, text: Path) 
     done = zstore("train", *arguments, "--steps", 4, "--save", tmp_path / "run", "--save-every", 2, "--nproc", 2,
                   "--metrics", tmp_path / "two.jsonl")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("save stall") == 2
+    assert done.stderr.count("the save stalled") == 2
     train_command(
         options(tmp_path, text, config, resume=f"{tmp_path / 'run'}@step-00000002", metrics=tmp_path / "one.jsonl")
     )
