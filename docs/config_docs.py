@@ -1,6 +1,6 @@
 """Generates the reference of config keys in the docs from the schema: `python docs/config_docs.py`.
 
-In `docs/config.md` it generates the tables of the keys that take effect, in `docs/deepspeed.md` the table of the others: the
+In `docs/config.md` it writes the tables of the keys that take effect, in `docs/deepspeed.md` the table of the others: the
 parts between two marks. Everything else is written by hand.
 """
 
@@ -58,7 +58,7 @@ def _rows(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def all_keys() -> str:
-    """Return the tables of the keys that take effect: a table for each long section at the top, and one for all other keys."""
+    """Return the tables of the keys that take effect: one for each long section at the top, and one for all other keys."""
     lines, tables = ["", "## Top level", "", *_HEAD], list[str]()
     for name, field in ConfigSections.model_fields.items():
         inner = section_of(field)

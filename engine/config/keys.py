@@ -228,7 +228,7 @@ def active_values(section: Section) -> dict[str, Any]:
 
 
 _MEAN = (
-    "gradients are averaged in one fixed way, with tested bits; to avoid overflow in fp16 lower "
+    "gradients are always averaged in the same, tested way; to avoid overflow in fp16, lower "
     "fp16.initial_scale_power, or train in bf16"
 )
 _KERNEL = "every device uses one update kernel, torch's fused one"
@@ -236,7 +236,7 @@ _ANY_SIZE = "every checkpoint loads at any world size"
 _FLAT_GATHERS = "parameters are always gathered flat, unit by unit"
 _UNUSED = "DeepSpeed's class does not use it either; eps is added to the root"
 _FP32 = (
-    "masters are kept in fp32, at 4 bytes per parameter; zstore.moments saves 4 of the 8 bytes of Adam's moments, and "
+    "master weights stay in fp32, at 4 bytes per parameter; zstore.moments saves 4 of the 8 bytes of Adam's moments, and "
     "offload_optimizer moves them off the device"
 )
 _IO = "threads always submit requests one by one, and overlap them"
@@ -310,7 +310,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("DataTypesSection", "param_dtype", DataType | None, None, "it follows from fp16 and bf16"),
     ("ThroughputSection", "synchronized", Bool, True, "a progress line waits for the loss, and so for the device"),
     ("ElasticitySection", "min_time", Count, 0,
-     "it is for the cluster's scheduler: how long to wait before changing a job's size"),
+     "it tells a cluster scheduler how long to wait before it changes a job's size"),
 ),
 "not implemented": (
     ("ConfigSections", "comet trackio", Ignored, None, "this monitor is not supported; use tensorboard, wandb or csv_monitor"),
@@ -331,11 +331,11 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "datastates_ckpt", Ignored, None,
      "only zstore writes checkpoints; save_checkpoint(wait=False) does not delay training"),
     ("OffloadOptimizerSection", "super_offload", Bool, False,
-     "the update of offloaded state is the same on every machine, with the bits of torch's fused kernel on the CPU"),
+     "the update of offloaded state is the same on every machine, bit-identical to torch's fused kernel on the CPU"),
     ("OffloadOptimizerSection", "cpuadam_cores_perc", Fraction, 0.8,
-     "the update uses the cores of its rank, but two threads while the loop computes; torch's kernel OMP_NUM_THREADS"),
+     "the update uses its rank's cores, or two threads during computation; torch's kernel uses OMP_NUM_THREADS threads"),
     ("ZeroSection", "load_from_fp32_weights", Bool, True,
-     "masters are always loaded from the fp32 weights: 16-bit ones would lose precision"),
+     "master weights are always loaded from the fp32 weights, since 16-bit ones would lose precision"),
     ("ZeroSection", "stage3_allgather_sequential", Bool, False,
      "a unit is gathered as a whole; to lower peak memory, lower stage3_max_live_parameters"),
     ("ZeroSection", "zero_quantized_nontrainable_weights", Bool, False,
@@ -347,7 +347,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("AioSection", "use_gds", Bool, False,
      "offloaded state passes through host memory, where it is checked and updated"),
     ("CheckpointSection", "tag_validation", Annotated[Literal["Ignore", "Warn", "Fail"], OneOf()], "Warn",
-     "where the ranks' tags differ, rank 0's is used, with a warning"),
+     "if the ranks' tags differ, rank 0's is used, with a warning"),
     ("ActivationCheckpointingSection", "partition_activations contiguous_memory_optimization", Bool, False,
      _NOT_PARTITIONED),
     ("ActivationCheckpointingSection", "number_checkpoints", Positive | None, None, _NOT_PARTITIONED),
@@ -384,12 +384,12 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
      ("all ranks save one checkpoint, in a folder visible to all: pass a shared folder or a bucket to save_checkpoint(); "
       "offloaded state stays on each machine's nvme_path")),
     ("ConfigSections", "curriculum_learning", Ignored, None,
-     ("the data determines sequence lengths: truncate them in the loader's collate_fn by engine.global_steps, and remove "
+     ("the data determines sequence lengths: truncate by engine.global_steps in the loader's collate_fn, and remove "
       "the section")),
     ("ConfigSections", "data_efficiency", Ignored, None,
      ("samples are drawn by the loader: give it a torch.utils.data.Sampler that draws them by difficulty, or sort and "
       "filter with `datasets`, and remove the section")),
-    ("ConfigSections", "eigenvalue", Ignored, None, "it serves quantize_training; remove the section"),
+    ("ConfigSections", "eigenvalue", Ignored, None, "it is only used by quantize_training; remove the section"),
     ("ConfigSections", "progressive_layer_drop", Ignored, None,
      "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"),
     ("ZeroSection", "mics_shard_size", Annotated[Position, AfterValidator(lambda ranks: ranks or -1)], -1,
@@ -397,7 +397,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
       "a group of that many ranks in the backward")),
     ("ZeroSection", "zeropp_loco_param", Ignored, None,
      ("errors of quantized gradients are not fed back: remove the key, and set zstore.quantized_gradient_bits to 8, which "
-      "is about 18 times as exact as 4")),
+      "is about 18 times as precise as 4")),
     ("ZeroSection", "zenflow", Ignored, None, "delayed updates would change the result; remove the key"),
     ("OptimizerParams", "max_grad_norm", Real, 0.0, "set gradient_clipping at the top of the config instead"),
     ("OptimizerParams", "differentiable", Bool, False,

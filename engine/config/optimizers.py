@@ -70,7 +70,7 @@ class OptimizerParams(Section):
         return iter(())
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the class, by name: the keys that act."""
+        """Return the arguments of the class, by name: the keys that take effect."""
         fields = type(self).model_fields.items()
         arguments = {name: getattr(self, name) for name, field in fields if status_of(field)[0] is Status.ACTIVE}
         del arguments["fp32_optimizer_states"]  # not an argument of the class
@@ -83,7 +83,7 @@ class MomentParams(OptimizerParams):
     lr: Real | Auto = option(1e-3)
     """Learning rate; the default is DeepSpeed's."""
     betas: Betas | Auto = option((0.9, 0.999))
-    """Decay of the two moments."""
+    """Decay rates of the two moments."""
     eps: Real | Auto = option(1e-8)
     """Added to the denominator."""
 
@@ -92,17 +92,17 @@ class AdamParams(MomentParams):
     """Arguments of Adam and AdamW."""
 
     weight_decay: Real | Auto | None = option(None)
-    """Decay of the weights per step, times lr. Unset: 0, but 0.01 (torch's default) for AdamW with torch_adam."""
+    """Weight decay per step, multiplied by lr. Unset: 0, but 0.01 (torch's default) for AdamW with torch_adam."""
     adam_w_mode: Bool = option(True)
-    """Decoupled weight decay (AdamW) for type Adam too; false: weight decay as a part of the gradient."""
+    """Decoupled weight decay (AdamW) for type Adam too; false: weight decay is part of the gradient."""
     torch_adam: Bool = option(False)
-    """torch's own Adam. The update is torch's in any case; this only chooses the default of weight_decay."""
+    """Use torch's own Adam. The update is torch's in any case; this only selects the default of weight_decay."""
     bias_correction: Bool = option(True)
     """Correct the moments for starting at zero; false: use them uncorrected."""
     amsgrad: Bool = option(False)
     """Use the running maximum of the second moment, which takes 4 more bytes per parameter."""
     maximize: Bool = option(False)
-    """Ascend."""
+    """Maximize the loss instead of minimizing it."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the class, and `bias_correction` if it is off."""
@@ -114,24 +114,24 @@ class AdamParams(MomentParams):
 
 _TORCH_ARGUMENTS: Mapping[str, tuple[Any, str]] = {
     "lr": (Real | Auto, "Learning rate; the default is torch's."),
-    "betas": (Betas | Auto, "Decay of the two moments."),
+    "betas": (Betas | Auto, "Decay rates of the two moments."),
     "eps": (Real | Auto, "Added to the denominator."),
-    "weight_decay": (Real | Auto, "Decay of the weights, as a part of the gradient."),
+    "weight_decay": (Real | Auto, "Weight decay, as part of the gradient."),
     "momentum": (Real, "Momentum; 0: none is kept."),
     "dampening": (Real, "Dampening of the momentum."),
     "nesterov": (Bool, "Nesterov's momentum; needs momentum, and no dampening."),
     "lr_decay": (Real, "The rate is lr / (1 + (step - 1) x lr_decay)."),
     "initial_accumulator_value": (Real, "Initial value of the sum of squares."),
-    "alpha": (Real, "Decay of the mean of squares."),
+    "alpha": (Real, "Decay rate of the mean of squares."),
     "centered": (Bool, "Divide by an estimate of the variance, for which the mean of gradients is stored too."),
-    "momentum_decay": (Real, "Decay of the momentum's schedule."),
-    "decoupled_weight_decay": (Bool, "Decay as in AdamW."),
-    "rho": (BelowOne, "Decay of the two means of squares."),
-    "lambd": (Real, "Decay of the weights and of the rate."),
+    "momentum_decay": (Real, "Decay rate of the momentum schedule."),
+    "decoupled_weight_decay": (Bool, "Decouple weight decay, as in AdamW."),
+    "rho": (BelowOne, "Decay rate of the two means of squares."),
+    "lambd": (Real, "Decay of the weights and of the learning rate."),
     "t0": (Real, "Step at which averaging starts."),
     "etas": (Pair, "Factors by which a step size shrinks (below 1) and grows (above 1)."),
     "step_sizes": (Pair, "Smallest and largest step size."),
-    "maximize": (Bool, "Ascend."),
+    "maximize": (Bool, "Maximize the loss instead of minimizing it."),
 }
 """Types and descriptions of torch's arguments."""
 _SGD = {"weight_decay": 0.0, "maximize": False}
@@ -140,7 +140,7 @@ _LION_TEXTS = {
     "lr": "Learning rate; the default is DeepSpeed's. Lion needs a tenth to a third of AdamW's rate.",
     "betas": "Weight of the moment in the update, and its decay; the default is DeepSpeed's; the paper uses 0.99 for the "
     "second.",
-    "weight_decay": "Decoupled decay of the weights per step, times lr.",
+    "weight_decay": "Decoupled weight decay per step, multiplied by lr.",
 }
 
 
@@ -161,10 +161,10 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Adagrad": _params("Adagrad", lr=1e-2, lr_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, **_SGD),
     "RMSprop": _params("RMSprop", lr=1e-2, alpha=0.99, eps=1e-8, momentum=0.0, centered=False, **_SGD),
     "NAdam": _params("NAdam", lr=2e-3, momentum_decay=4e-3, decoupled_weight_decay=False, **_ADAPTIVE),
-    "Adamax": _params("Adamax", {"betas": "Decay of the moment and of the largest gradient."}, lr=2e-3, **_ADAPTIVE),
+    "Adamax": _params("Adamax", {"betas": "Decay rates of the moment and of the largest gradient."}, lr=2e-3, **_ADAPTIVE),
     "RAdam": _params("RAdam", lr=1e-3, decoupled_weight_decay=False, **_ADAPTIVE),
     "Adadelta": _params("Adadelta", lr=1.0, rho=0.9, eps=1e-6, **_SGD),
-    "ASGD": _params("ASGD", {"alpha": "Power of the rate's decay."}, lr=1e-2, lambd=1e-4, alpha=0.75, t0=1e6, **_SGD),
+    "ASGD": _params("ASGD", {"alpha": "Exponent of the learning rate's decay."}, lr=1e-2, lambd=1e-4, alpha=0.75, t0=1e6, **_SGD),
     "Rprop": _params("Rprop", lr=1e-2, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=False),
     "Lion": _params("Lion", _LION_TEXTS, lr=1e-3, betas=(0.9, 0.999), **_SGD),
 }
@@ -233,8 +233,8 @@ class WarmupParams(SchedulerParams):
     """Arguments of a schedule that begins with a warm-up."""
 
     warmup_num_steps: Count | Auto = option(1000)
-    """Steps of the warm-up; 1 counts as 2, as in DeepSpeed, and so does 0, which DeepSpeed rejects since 0.19. "auto": the
-    caller's value, else 1000; in `zstore train` at most a tenth of the steps."""
+    """Steps of the warm-up; 1 means 2, as in DeepSpeed, and so does 0, which DeepSpeed rejects since 0.19. "auto": the
+    caller's value, else 1000; in `zstore train`, at most a tenth of the steps."""
     warmup_type: WarmupType = option("log")
     """Shape of the warm-up; the default is DeepSpeed's."""
 
@@ -278,9 +278,9 @@ class OneCycleParams(SchedulerParams):
     decay_lr_rate: Real = option(0.0)
     """After the cycle the rate is cycle_min_lr / (1 + decay_lr_rate x intervals of decay_step_size)."""
     cycle_first_step_size: Positive = option(2000)
-    """Steps of the rise."""
+    """Number of steps of the rise."""
     cycle_second_step_size: Count | None = option(None)
-    """Steps of the fall. Unset: as many as in the rise."""
+    """Number of steps of the fall. Unset: as many as in the rise."""
     cycle_first_stair_count: Position = option(0)
     """Number of stairs in the rise; 0: linear."""
     cycle_second_stair_count: Position | None = option(None)

@@ -45,16 +45,16 @@ class Fp16Section(Section):
     enabled: Bool | Auto = option(False)
     """Train in fp16. "auto": if the device computes fp16 natively and bf16 is off."""
     loss_scale: Real = option(0.0)
-    """Fixed loss scale; 0: dynamic, since no fixed scale suits a whole run."""
+    """Fixed loss scale; 0: dynamic, since no fixed scale is right for a whole run."""
     initial_scale_power: Annotated[Count, Field(le=127)] = option(16)
     """The dynamic scale starts at 2 to this power. If it is too high, a few steps are skipped; if too low, small
     gradients are lost."""
     loss_scale_window: Annotated[Int, Expects("a whole number of at least 1")] = option(1000)
-    """Steps without overflow after which the next such step doubles the scale, as DeepSpeed counts."""
+    """Number of steps without overflow after which the next such step doubles the scale, as in DeepSpeed."""
     hysteresis: Positive = option(2)
-    """Overflows after which the scale halves; 2 forgives a single one."""
+    """Number of overflows after which the scale is halved; 2 tolerates a single one."""
     consecutive_hysteresis: Bool = option(False)
-    """Count only overflows in a row."""
+    """Count only consecutive overflows."""
     min_loss_scale: Annotated[Number, Expects("a number above 0")] = option(1.0)
     """The dynamic scale never falls below this."""
     raise_error_at_min_scale: Bool = option(True)
@@ -77,7 +77,7 @@ class Bf16Section(Section):
     enabled: Bool | Auto = option(False)
     """Train in bf16. "auto": if the device computes bf16 natively and fp16 is not on."""
     check_grad_overflow: Bool = option(False)
-    """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
+    """Skip steps whose gradients are not finite; false: such a step raises an error and changes nothing."""
     bf16_optimizer_states: Bool = option(False)
     """Store the optimizer's moments in bf16: the same as `zstore.moments` "bf16"."""
 
@@ -92,7 +92,7 @@ class AioSection(Section):
     queue_depth: Positive = option(32)
     """Requests that may wait for a thread; further requests block the caller."""
     thread_count: Positive = option(8)
-    """I/O threads, and so requests in flight. They wait in the kernel, so there may be more of them than cores."""
+    """I/O threads, and thus requests in flight. They wait in the kernel, so there may be more threads than cores."""
 
 
 class CsvMonitorSection(Section):
@@ -118,8 +118,8 @@ class TensorboardSection(CsvMonitorSection):
 
 
 class WandbSection(Section):
-    """The metrics of `tensorboard` for Weights & Biases, by `Train/samples`. A run started by the script is used and left
-    open. WANDB_MODE=offline in the environment stores the metrics locally."""
+    """The metrics of `tensorboard` for Weights & Biases, by `Train/samples`. If the script started a run, it is used and
+    left open. WANDB_MODE=offline in the environment stores the metrics locally."""
 
     switch = "enabled"
 
@@ -172,8 +172,8 @@ class ThroughputSection(Section):
     switch = "enabled"
 
     enabled: Bool = option(False)
-    """Every steps_per_print steps, log the mean samples per second over all ranks since the last line. Off by default,
-    unlike in DeepSpeed, since the journal has the times of all steps."""
+    """Every steps_per_print steps, log the mean samples per second over all ranks since the previous line. Off by
+    default, unlike in DeepSpeed, since the journal has the times of all steps."""
 
 
 class TimersSection(Section):
@@ -217,9 +217,9 @@ class OffloadOptimizerSection(OffloadSection):
     """Elements of one buffer, 4 bytes each; not in DeepSpeed. Disk requests are no larger than a buffer, or than
     aio.block_size."""
     ratio: Fraction | Annotated[Auto, Expects('"auto"')] = option(1.0)
-    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 leaves 70 % on it. "auto":
-    the GPU keeps as much as fits next to a micro-batch of the model's longest sequences. Bits depend on the share, since
-    CPU and GPU round differently; the log and the checkpoint record it."""
+    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it. "auto":
+    the GPU keeps as much as fits next to a micro-batch of the model's longest sequences. Results depend on the share,
+    since CPU and GPU round differently; the log and the checkpoint record it."""
 
 
 class OffloadParamSection(OffloadSection):
@@ -273,44 +273,44 @@ class ZeroSection(Section):
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection(device="none")
     offload_param: OffloadParamSection = OffloadParamSection(device="none")
     reduce_bucket_size: Positive | Auto = option(500_000_000)
-    """Elements of gradients reduced in one collective: larger is faster and needs more memory. At most 4 Mi on gloo,
-    where larger ones are no faster. "auto": hidden size squared."""
+    """Gradient elements reduced in one collective: larger values are faster and need more memory. At most 4 Mi on gloo,
+    which is no faster beyond that. "auto": hidden size squared."""
     allgather_bucket_size: Positive | Auto = option(500_000_000, stages=(1, 2, 3))
-    """Elements of parameters gathered in one collective: after the update (stages 1 and 2; at most 4 Mi on gloo), or of a
-    unit before its use (stage 3). "auto": hidden size squared."""
+    """Parameter elements gathered in one collective: after the update (stages 1 and 2; at most 4 Mi on gloo), or before a
+    unit is used (stage 3). "auto": hidden size squared."""
     stage3_param_persistence_threshold: Count | Auto = option(100_000, stages=(3,))
     """Parameters with fewer elements stay gathered (stage 3): they take little memory, and gathering them would take many
     small collectives. "auto": 10 times the hidden size."""
     stage3_model_persistence_threshold: Count | None = option(None, stages=(3,))
-    """Maximum elements of parameters that stay gathered, in model order. Unset: no limit."""
+    """Maximum number of parameter elements that stay gathered, in model order. Unset: no limit."""
     stage3_prefetch_bucket_size: Count | Auto = option(50_000_000, stages=(3,))
     """Elements prefetched ahead of use, but at least the next unit (a transformer block). 0: each unit is gathered on
     demand. "auto": 0.9 times the hidden size squared."""
     stage3_max_live_parameters: Count = option(1_000_000_000, stages=(3,))
-    """Maximum elements of parameters gathered at a time, including prefetched ones. A larger block is gathered in parts;
-    a single module's parameters are always gathered together."""
+    """Maximum number of parameter elements gathered at a time, including prefetched ones. A larger block is gathered in
+    parts; a single module's parameters are always gathered together."""
     stage3_max_reuse_distance: Count | None = option(None, stages=(3,))
     """Do not release a unit that is reused within this many elements of other units. Unset: 0, which retains only units
     used twice in a row and costs no memory; DeepSpeed's default of 1e9 would retain 2 GB of a 16-bit model."""
     stage3_gather_16bit_weights_on_model_save: Bool = option(False)
-    """Write the weights in the model's type into every checkpoint's folder, in the background, as safetensors for
+    """Write the weights in the model's dtype into every checkpoint's folder, in the background, as safetensors for
     `from_pretrained`. Works at every stage."""
     reduce_scatter: Bool = option(True, stages=(1, 2))
-    """Reduce-scatter gradients; false: all-reduce them, which sends twice as much for the same bits (stages 1, 2; stage 3
-    always reduce-scatters, as in DeepSpeed)."""
+    """Reduce-scatter gradients; false: all-reduce them, which sends twice as much and is bit-identical (stages 1, 2;
+    stage 3 always reduce-scatters, as in DeepSpeed)."""
     overlap_comm: Bool = option(True)
-    """Reduce gradients and gather units while the model computes; false: wait for each immediately, except for reductions
-    of stage 3, whose timing differs between ranks. On by default, since it costs only a bucket of memory."""
+    """Reduce gradients and gather units while the model computes; false: wait for each immediately, except for stage 3's
+    reductions, whose timing differs between ranks. On by default, since it costs only one bucket of memory."""
     ignore_unused_parameters: Bool = option(True)
-    """Leave a parameter unchanged if no rank has a gradient for it in a step; false: an error that names such
+    """Leave a parameter unchanged if no rank has a gradient for it in a step; false: raise an error that names such
     parameters."""
     zero_hpz_partition_size: Count = option(1)
     """Size of the groups of consecutive ranks that shard a second copy of the parameters (ZeRO++ hpZ, stage 3). The first
-    gather of a step is over all ranks, later ones within the group. Same bits; the copy takes the parameters' bytes,
-    divided by this number, of device memory. 0 and 1: no copy."""
+    gather of a step is over all ranks, later ones within the group. Results are bit-identical; the copy takes as much
+    device memory as the parameters divided by this number. 0 and 1: no copy."""
     zero_quantized_weights: Bool = option(False, stages=(3,))
     """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte per element plus 4 bytes per 256 elements, about
-    half of 16 bits. A rank's own rows, masters and checkpoints stay exact. Biases, norms, parameters below the persistence
+    half of bf16. A rank's own rows, masters and checkpoints stay exact. Biases, norms, parameters below the persistence
     threshold and the copy of `zero_hpz_partition_size` are sent in their own type. Off by default: it changes results."""
     zero_quantized_gradients: Bool = option(False, stages=(2, 3))
     """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; 8-bit with
@@ -338,12 +338,12 @@ class ZstoreSection(Section):
     """Settings specific to zstore."""
 
     host_budget_bytes: Positive | Annotated[Auto, Expects('"auto"')] | None = option(None)
-    """Bytes of host memory per machine, divided among its local ranks, for everything zstore stores there; with nvme the
+    """Bytes of host memory per machine, divided among its local ranks, for all that zstore stores there; with nvme, the
     excess is on disk. "auto": 60 % of the available memory. Unset: no limit, and with nvme as little as possible:
     buffers, shards under 64 KiB, and gradients that wait for the update (2 bytes per parameter in 16-bit precision, 4
     with several micro-batches)."""
     verify_reads: Bool = option(True)
-    """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
+    """Verify the crc32c of every chunk read from disk, which takes less than a tenth of a core per GB/s."""
     keep: Rules | None = option(None)
     """Checkpoints of this run to retain when a new one is saved: the number of newest ones, or an object of rules, any of
     which retains a checkpoint. "last": number of newest ones (1). "every": steps that are a multiple of it. "best": the
@@ -359,19 +359,19 @@ class ZstoreSection(Section):
     """Where rank 0 writes the run's journal, with a line of JSON per step, save and load. "auto": next to the checkpoints,
     as `journal-<run id>.jsonl`. A path: in that folder. false: no journal. See docs/metrics.md."""
     silent_rank_s: Real = option(45.0)
-    """Seconds without a heartbeat after which a rank counts as dead and all ranks stop, for a rank that hangs or whose
+    """Seconds without a heartbeat after which a rank is considered dead and all ranks stop, for a rank that hangs or whose
     machine is lost. A killed rank is detected at once; a slow rank still sends heartbeats. 0: only the timeout of
     torch.distributed applies."""
     step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = option("auto")
-    """When the update runs; the bits are the same in all modes. "none": in step(). "forward": after it, each unit before the
-    next forward needs it. "backward": each unit as its gradients arrive, and others as with "forward"; a step with
+    """When the update runs; all modes are bit-identical. "none": in step(). "forward": after it, each unit before the next
+    forward needs it. "backward": each unit as its gradients arrive, and others as with "forward"; a step with
     non-finite gradients cannot be undone, and with clipping or loss scaling it is treated as "forward". "auto": "backward" if
     state or parameters are offloaded, and so "forward" with clipping; else "none". Parameters that are not gathered before
     use (stages 0 to 2; a single rank without offload_param; persistent parameters) are updated in step() at the latest. With
     several ranks at stages 0 and 1, "backward" is treated as "none"."""
     host_kernel: Annotated[Literal["auto", "torch"], OneOf()] = option("auto")
-    """Kernel that updates Adam and AdamW state in host memory and from disk; the bits are the same. "auto": a single-pass
-    C kernel if one was built with zstore or by `cc`, on x86 with AVX2 and FMA. "torch": torch's fused kernel, with casts."""
+    """Kernel that updates Adam and AdamW state in host memory and on disk; both are bit-identical. "auto": a single-pass C
+    kernel if one was built with zstore or by `cc`, on x86 with AVX2 and FMA. "torch": torch's fused kernel, with casts."""
     non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = option("error")
     """What to do in a step with non-finite gradients, in fp32 or bf16. "error": raise NonFiniteError on every rank and
     change nothing. "skip": change nothing and continue. "apply": apply them, as in a plain loop; with clipping every
@@ -382,18 +382,18 @@ class ZstoreSection(Section):
     moments: Annotated[Literal["fp32", "bf16"], OneOf()] | None = option(None)
     """Type of the optimizer's averages of gradients and squared gradients (exp_avg and exp_avg_sq), on every tier and in
     checkpoints. "bf16": 2 bytes per element each; the update computes in fp32 and rounds stochastically, identically on
-    every tier, at every world size and after a resume. Unset: "fp32", with the bits of the plain loop, or "bf16" if set
+    every tier, at every world size and after a resume. Unset: "fp32", bit-identical to a plain loop, or "bf16" if set
     by bf16.bf16_optimizer_states or fp32_optimizer_states of the optimizer's params."""
     activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = option(None)
-    """Where tensors that autograd saves for the backward are stored: the inputs of checkpointed blocks, and everything of
-    other blocks. "host" and "disk": written in the background and prefetched for the backward, with the same bits. Unset:
-    on the device, or as activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
+    """Where tensors that autograd saves for the backward are stored: the inputs of checkpointed blocks, and all saved
+    tensors of other blocks. "host", "disk": written in the background and prefetched for the backward, bit-identically.
+    Unset: on the device, unless activation_checkpointing.cpu_checkpointing is set. See docs/activations.md."""
     activations_path: Drives | None = option(None)
     """Folder for "activations": "disk", or a list with one per drive. Unset: the nvme_path of offload_optimizer, else
     that of offload_param."""
     gradient_checkpointing: Bool = option(False)
-    """Save only the inputs of the model's blocks, and recompute the blocks in the backward: the same bits, for a third
-    more computation. Blocks are those of transformers' `gradient_checkpointing_enable()`, else the modules in the
+    """Save only the inputs of the model's blocks, and recompute the blocks in the backward: bit-identical, for a third
+    more computation. Blocks are those of transformers' `gradient_checkpointing_enable()`, otherwise the modules in the
     outermost ModuleLists."""
 
 
@@ -417,16 +417,16 @@ class ConfigSections(Section):
     fp16: Fp16Section = Fp16Section()
     bf16: Bf16Section = Bf16Section()
     gradient_clipping: Real | Auto = option(1.0)
-    """Maximum global norm of the gradients, which are scaled down to it. 0: no clipping. The default is DeepSpeed's since
-    0.19, but 0 for optimizers that cannot clip."""
+    """Maximum global norm of the gradients, which are scaled down to it. 0: no clipping. The default is that of DeepSpeed
+    since 0.19, but 0 for optimizers that cannot clip."""
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
     zstore: ZstoreSection = Field(default_factory=ZstoreSection)  # created when all extras have added their keys
     seed: Count = option(1234)
-    """Seed of the order of training_data, and of random numbers after a resume at another world size; the default is fixed,
-    so that runs without the key agree. Initial values and dropout depend on the script's torch.manual_seed."""
+    """Seed for the order of training_data, and for random numbers after a resume at a different world size; the default is
+    fixed, so that runs without the key agree. Initial values and dropout depend on the script's torch.manual_seed."""
     steps_per_print: Count = option(10)
-    """Steps between progress lines of the logger "zstore" at INFO, by default to stderr; 0: none."""
+    """Steps between progress lines, which the logger "zstore" writes at INFO, by default to stderr; 0: none."""
     wall_clock_breakdown: Bool = option(False)
     """Add a line with the mean times of forward, backward and step. On CUDA the host then waits for the device before and
     after each."""

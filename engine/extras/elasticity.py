@@ -53,10 +53,10 @@ class ElasticitySection(Section):
     determines_batch = True
 
     enabled: Bool = option(False)
-    """Compute batch size and accumulation steps from this section and the world size. A world size that is not valid is an
-    error with version 0.1, and gets another batch size with 0.2."""
+    """Compute batch size and accumulation steps from this section and the world size. An invalid world size
+    raises an error with version 0.1, and gets a different batch size with 0.2."""
     max_train_batch_size: Positive | None = option(None)
-    """Maximum samples per step: the batch size within it with the most valid world sizes is used. Required."""
+    """Maximum samples per step: the batch size up to it that is valid at the most world sizes is used. Required."""
     micro_batch_sizes: Sizes | None = option(None)
     """Allowed samples per forward pass per rank. Required."""
     min_gpus: Positive = option(1)
@@ -64,13 +64,13 @@ class ElasticitySection(Section):
     max_gpus: Positive = option(10_000)
     """Maximum number of ranks."""
     version: Annotated[Literal["0.1", "0.2"], OneOf(), BeforeValidator(str), Expects("0.1 or 0.2")] = option("0.2")
-    """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 ignores that key."""
+    """With 0.2, world sizes are multiples of num_gpus_per_node ranks; 0.1 ignores that key."""
     num_gpus_per_node: Positive = option(1)
     """Ranks per node, of which valid world sizes are multiples. A max_gpus below it sets no limit."""
     prefer_larger_batch: Bool = option(True)
     """Prefer the larger of two batch sizes with equally many valid world sizes; false: the smaller."""
     ignore_non_elastic_batch_info: Bool = option(False)
-    """Ignore the config's batch sizes; false: they are an error."""
+    """Ignore the config's batch sizes; false: they raise an error."""
 
     def batch(self, world_size: int | None = None) -> tuple[int, tuple[int, ...]]:
         """Return the samples per step, and the valid world sizes in ascending order; with version 0.2, a `world_size` that is

@@ -24,13 +24,13 @@ class LambParams(MomentParams):
     eps_inside_sqrt: Bool = option(False)
     """Add eps under the square root."""
     weight_decay: Real | Auto = option(0.0)
-    """Decay of the weights, added to the update before it is scaled."""
+    """Weight decay, added to the update before it is scaled."""
     bias_correction: Bool = option(True)
     """Correct the moments for starting at zero."""
     max_coeff: Real = option(10.0)
-    """Largest factor of a tensor's step."""
+    """Maximum factor by which a tensor's step is scaled."""
     min_coeff: Real = option(0.01)
-    """Smallest factor of a tensor's step."""
+    """Minimum factor by which a tensor's step is scaled."""
 
 
 class AdafactorParams(OptimizerParams):
@@ -47,9 +47,9 @@ class AdafactorParams(OptimizerParams):
     d: Annotated[Real, Field(ge=1), Expects("a number of at least 1")] = option(1.0)
     """Updates with a larger root mean square are scaled down to it."""
     weight_decay: Real | Auto = option(0.0)
-    """Decoupled decay of the weights per step, times lr."""
+    """Decoupled weight decay per step, multiplied by lr."""
     maximize: Bool = option(False)
-    """Ascend."""
+    """Maximize the loss instead of minimizing it."""
 
 
 class MuonParams(OptimizerParams):
@@ -59,25 +59,25 @@ class MuonParams(OptimizerParams):
     whole_tensors = True
 
     lr: Real | Auto | None = option(None)
-    """Learning rate of both. Unset: 0.02 for Muon and 0.0003 for Adam, as in DeepSpeed."""
+    """Learning rate of Muon and Adam. Unset: 0.02 for Muon and 0.0003 for Adam, as in DeepSpeed."""
     muon_lr: Real | None = option(None)
-    """Learning rate of Muon, in place of lr."""
+    """Learning rate of Muon, instead of lr."""
     adam_lr: Real | None = option(None)
-    """Learning rate of Adam, in place of lr."""
+    """Learning rate of Adam, instead of lr."""
     momentum: BelowOne = option(0.95)
     """Muon's momentum."""
     nesterov: Bool = option(True)
     """Nesterov's momentum, which DeepSpeed always uses."""
     ns_steps: Annotated[Positive, Field(le=99)] = option(5)
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], OneOf()] = option("original")
-    """Factor of Muon's rate by a matrix's shape: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
+    """How a matrix's shape scales Muon's rate: by sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
     betas: Betas | Auto = option((0.9, 0.95))
-    """Decay of Adam's moments."""
+    """Decay rates of Adam's moments."""
     eps: Real | Auto = option(1e-10)
     """Added to Adam's denominator."""
     weight_decay: Real | Auto = option(0.0)
-    """Decoupled decay of the weights per step, times the rate, for both."""
+    """Decoupled weight decay per step, multiplied by the learning rate, for both."""
 
 
 class _OneBitParams(MomentParams):
@@ -92,7 +92,7 @@ class _OneBitParams(MomentParams):
     """Correct the moments for starting at zero, so that the warm-up matches the exact optimizer's; false: use them
     uncorrected, as DeepSpeed always does."""
     weight_decay: Real | Auto = option(0.0)
-    """Decoupled decay of the weights per step, times lr."""
+    """Decoupled weight decay per step, multiplied by lr."""
 
     @classmethod
     def conflicts(cls, settings: Any, kind: str) -> Iterator[Notice]:
@@ -117,16 +117,16 @@ class OneBitAdamParams(_OneBitParams):
     """Arguments of 1-bit Adam, at stages 0 and 1: AdamW that sends its momentum as signs after a warm-up."""
 
     freeze_step: Positive = option(100000)
-    """Updates of AdamW; afterwards the variance is frozen, and signs are sent. Use 15 to 25% of the run, and at least the
-    warm-up of the rate; the default is DeepSpeed's."""
+    """Number of AdamW updates; afterwards the variance is frozen, and signs are sent. Use 15 to 25% of the run, and at least the
+    learning-rate warm-up; the default is DeepSpeed's."""
 
 
 class ZeroOneAdamParams(_OneBitParams):
     """Arguments of 0/1 Adam, at stages 0 and 1: AdamW that sends signs from the start, and later not in every step."""
 
     var_freeze_step: Positive = option(100000)
-    """Last update that may change the variance; after it ranks take local steps. The end of the rate's warm-up is a good
-    choice; the default is DeepSpeed's."""
+    """Last update that may change the variance; afterwards ranks take local steps. The end of the learning-rate warm-up
+    is a good choice; the default is DeepSpeed's."""
     var_update_scaler: Positive = option(16)
     """Number of variance updates after which their interval doubles; it starts at 1."""
     local_step_scaler: Positive = option(32678)
@@ -141,17 +141,17 @@ class OneBitLambParams(_OneBitParams):
     exact = "Lamb"
 
     weight_decay: Real | Auto = option(0.0)
-    """Decay of the weights, added to the update before it is scaled."""
+    """Weight decay, added to the update before it is scaled."""
     freeze_step: Positive = option(100000)
-    """Updates of LAMB; afterwards the variance is frozen, and signs are sent. The default is DeepSpeed's."""
+    """Number of LAMB updates; afterwards the variance is frozen, and signs are sent. The default is DeepSpeed's."""
     eps_inside_sqrt: Bool = option(False)
     """Add eps under the square root."""
     max_coeff: Real = option(10.0)
-    """Largest factor of a tensor's step in the warm-up."""
+    """Maximum factor by which a tensor's step is scaled during the warm-up."""
     min_coeff: Real = option(0.01)
-    """Smallest factor of a tensor's step in the warm-up."""
+    """Minimum factor by which a tensor's step is scaled during the warm-up."""
     coeff_beta: BelowOne = option(0.9)
-    """Decay of the average of the warm-up's factors, which later steps use; freeze_step should be well above 1 / (1 -
+    """Decay rate of the average of the warm-up's factors, which later steps use; freeze_step should be well above 1 / (1 -
     coeff_beta)."""
     factor_max: Real = option(4.0)
     """Largest correction of that average."""
@@ -187,9 +187,9 @@ _COMMON_ARGUMENTS = ("mode", "block", "attention", "different_layout_per_head")
 
 
 class Pattern(Section):
-    """Block-sparse attention: each token attends to a part of the sequence. Applies to the models of `zstore train` and of
-    transformers, and to any other model that calls `zstore.attention.attend`; see docs/models.md. An argument of another
-    mode is an error."""
+    """Block-sparse attention: each token attends to part of the sequence. Applies to the models of `zstore train` and of
+    transformers, and to any other model that calls `zstore.attention.attend`; see docs/models.md. An argument of a
+    different mode raises an error."""
 
     mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], OneOf()] = option("fixed")
     """Which blocks attend to which. "dense": all to all. "fixed": local windows and the last blocks of each window.
@@ -206,14 +206,14 @@ class Pattern(Section):
     num_global_blocks: Count | None = option(None)
     """Number of global blocks: the last of each window of "fixed", the first of the sequence of "bigbird". Unset: 1."""
     num_different_global_patterns: Positive | None = option(None)
-    """Number of positions of the global blocks in a window of "fixed", among which heads are divided. Unset: 1."""
+    """Number of different positions of the global blocks in a window of "fixed"; heads are divided among them. Unset: 1."""
     horizontal_global_attention: Bool | None = option(None)
     """Let global blocks of "fixed" and "variable" attend to all blocks too. Unset: false."""
     num_random_blocks: Count | None = option(None)
     """Number of random blocks that a block attends to, the same on every rank and in every run. Unset: 0 for "variable",
     1 for "bigbird"."""
     local_window_blocks: _Sizes | None = option(None)
-    """Sizes of the windows of "variable" in blocks; the last repeats. Unset: [4]."""
+    """Sizes of the windows of "variable" in blocks; the last size repeats. Unset: [4]."""
     num_sliding_window_blocks: Positive | None = option(None)
     """Width of the window of "bigbird" and "bslongformer" in blocks. Unset: 3."""
     global_block_indices: _Blocks | None = option(None)
