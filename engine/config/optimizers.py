@@ -164,7 +164,7 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Adamax": _params("Adamax", {"betas": "Decay rates of the moment and of the largest gradient."}, lr=2e-3, **_ADAPTIVE),
     "RAdam": _params("RAdam", lr=1e-3, decoupled_weight_decay=False, **_ADAPTIVE),
     "Adadelta": _params("Adadelta", lr=1.0, rho=0.9, eps=1e-6, **_SGD),
-    "ASGD": _params("ASGD", {"alpha": "Exponent of the learning rate's decay."}, lr=1e-2, lambd=1e-4, alpha=0.75, t0=1e6, **_SGD),
+    "ASGD": _params("ASGD", {"alpha": "Exponent of the decay."}, lr=1e-2, lambd=1e-4, alpha=0.75, t0=1e6, **_SGD),
     "Rprop": _params("Rprop", lr=1e-2, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=False),
     "Lion": _params("Lion", _LION_TEXTS, lr=1e-3, betas=(0.9, 0.999), **_SGD),
 }
