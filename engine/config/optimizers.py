@@ -161,7 +161,7 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Adagrad": _params("Adagrad", lr=1e-2, lr_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, **_SGD),
     "RMSprop": _params("RMSprop", lr=1e-2, alpha=0.99, eps=1e-8, momentum=0.0, centered=False, **_SGD),
     "NAdam": _params("NAdam", lr=2e-3, momentum_decay=4e-3, decoupled_weight_decay=False, **_ADAPTIVE),
-    "Adamax": _params("Adamax", {"betas": "Decay rates of the moment and of the largest gradient."}, lr=2e-3, **_ADAPTIVE),
+    "Adamax": _params("Adamax", {"betas": "Decay rates of moment and largest gradient."}, lr=2e-3, **_ADAPTIVE),
     "RAdam": _params("RAdam", lr=1e-3, decoupled_weight_decay=False, **_ADAPTIVE),
     "Adadelta": _params("Adadelta", lr=1.0, rho=0.9, eps=1e-6, **_SGD),
     "ASGD": _params("ASGD", {"alpha": "Exponent of the decay."}, lr=1e-2, lambd=1e-4, alpha=0.75, t0=1e6, **_SGD),
