@@ -117,8 +117,8 @@ class OneBitAdamParams(_OneBitParams):
     """Arguments of 1-bit Adam, at stages 0 and 1: AdamW that sends its momentum as signs after a warm-up."""
 
     freeze_step: Positive = option(100000)
-    """Number of AdamW updates; afterwards the variance is frozen, and signs are sent. Use 15 to 25% of the run, and at least the
-    learning-rate warm-up; the default is DeepSpeed's."""
+    """Number of AdamW updates; afterwards the variance is frozen, and signs are sent. Use 15 to 25% of the run, and at
+    least the learning-rate warm-up; the default is DeepSpeed's."""
 
 
 class ZeroOneAdamParams(_OneBitParams):
