@@ -1,7 +1,7 @@
 """`gather` (whole parameters in a `with` block), and access to their state under DeepSpeed's names (`deepspeed.utils`).
 
 All calls are collectives: every rank calls them for the same parameters, in the same order. Getters return None for a parameter
-that is not trained by an open engine.
+that no open engine trains.
 
 [Note: changes in a block]
 With a `modifier_rank`, that rank's values are broadcast at the end of the block; the fp32 master of each parameter with a
@@ -41,13 +41,13 @@ Parameters = nn.Parameter | nn.Module | Iterable[nn.Parameter]
 def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[None]:
     """Gather parameters for the duration of a `with` block (all ranks, with the same parameters).
 
-    `params` is one parameter, several, or a module. With `modifier_rank`, every rank's parameters and fp32 masters get that
-    rank's values at the end of the block. Without it the block is read-only: a detected change is undone and raises
+    `params` is one parameter, several, or a module. With `modifier_rank`, every rank's parameters and fp32 masters are set to
+    that rank's values at the end of the block. Without it the block is read-only: a detected change is undone and raises
     UsageError (see [Note: changes in a block]). An error in the block on any rank ends it on all, and undoes changes.
 
     Works at every stage, in nested blocks, and within a forward for reading. Tensors taken from a sharded parameter in
     the block stay valid after it. It also gathers parameters of a model that was built within `zstore.Init`, or loaded by
-    `zstore.from_pretrained`, and not yet passed to `initialize`. Others are left unchanged.
+    `zstore.from_pretrained`, and not yet passed to `initialize`. Any other parameter is left unchanged.
 
     Raises UsageError for changes within a forward or backward, and if the ranks gather different parameters.
     """
@@ -87,7 +87,7 @@ def _as_list(params: Parameters) -> list[nn.Parameter]:
 def _gather_blocks(
     parameters: Sequence[nn.Parameter], modifier_rank: int | None
 ) -> list[tuple[World, AbstractContextManager[None]]]:
-    """Return a block, with its ranks, for each run, for each builder, and for parameters that `zstore.Init` left whole."""
+    """Return a block and its ranks for each run, for each builder, and for the parameters that `zstore.Init` left whole."""
     runs: dict[Access, list[ParameterRecord]] = {}
     builders: dict[Builder, list[BuiltParameter]] = {}
     unsharded = []
@@ -210,12 +210,12 @@ def _restore(access: Access, records: Sequence[ParameterRecord]) -> None:
 
 
 def _restore_memory(record: ParameterRecord, *, keep: bool) -> None:
-    """Restore a parameter's memory if the block replaced it (`p.data = ...`); with `keep`, copy the new values."""
+    """Restore a parameter's storage if the block replaced it (`p.data = ...`); with `keep`, copy the new values."""
     values = record.parameter.data
     if keep and values.shape != record.shape:
         raise UsageError(
             f"parameter {record.name!r} has shape {tuple(values.shape)} at the end of gather(), expected "
-            f"{tuple(record.shape)}: build the model in its final size before initialize()"
+            f"{tuple(record.shape)}: create the model with its final shapes before initialize()"
         )
     if values.data_ptr() != record.full.data_ptr() or not values.is_contiguous():
         if keep:
@@ -252,7 +252,7 @@ def _gather_in_builder(builder: Builder, built: Sequence[BuiltParameter], rank: 
 
 @contextmanager
 def _broadcast_after(world: World, parameters: Sequence[nn.Parameter], rank: int) -> Iterator[None]:
-    """At the end broadcast whole parameters of `zstore.Init` from `rank`; after an error restore them."""
+    """At the end, broadcast whole parameters of `zstore.Init` from `rank`; after an error, restore them."""
     _check_rank(rank, world)
     before = [parameter.detach().clone() for parameter in parameters]
     try:
@@ -306,19 +306,19 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace a parameter and its fp32 master by rank 0's values."""
+    """Replace a parameter and its fp32 master with rank 0's values."""
     access, record = _find_or_raise(param)
     access.set_parameter(record.name, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace an optimizer slot of a parameter by rank 0's values."""
+    """Replace an optimizer slot of a parameter with rank 0's values."""
     access, record = _find_or_raise(param)
     access.set_optimizer_state(record.name, optim_state_key, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace a parameter's averaged, unscaled gradient by rank 0's values, after the last backward of a step.
+    """Replace a parameter's averaged, unscaled gradient with rank 0's values, after the last backward of a step.
 
     Raises UsageError if there is none, or if it is on disk.
     """
@@ -339,7 +339,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Replace the gradient of each parameter that has one by the result of `update_func(gradient, parameter)`."""
+    """Replace the gradient of each parameter that has one with the result of `update_func(gradient, parameter)`."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -390,8 +390,8 @@ def _read_rows(source: RankArray) -> torch.Tensor:
 
 
 def _from_local_rows(param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-    """Return the whole values of a parameter from each rank's `rows` (all ranks). Raises UsageError on every rank if any passes
-    a number of elements other than its own."""
+    """Return the whole values of a parameter from each rank's `rows` (all ranks). Raises UsageError on every rank if any rank
+    passes a wrong number of elements."""
     access, record = _find_or_raise(param)
     with access.world.agreeing():
         if rows.numel() != record.owned_numel:

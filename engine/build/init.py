@@ -179,7 +179,7 @@ class Init(AbstractContextManager["Init"]):
             if parameter is not None and parameter.is_meta:
                 return UsageError(
                     f"parameter {name!r} of a {type(module).__name__} is on the meta device and has no values: zstore.Init "
-                    "builds models for real. Do not use the meta device, or load weights with zstore.from_pretrained()"
+                    "creates models with values. Do not use the meta device, or load weights with zstore.from_pretrained()"
                 )
         return None
 
@@ -197,7 +197,7 @@ class Init(AbstractContextManager["Init"]):
                 self._register_module(child)
 
     def shard_parameter(self, module: nn.Module, name: str) -> None:
-        """Shard the parameter `name` of a module after its engine gave it up, if the block shards any."""
+        """Shard the parameter `name` of a module after its engine released it, if the block shards any."""
         if (parameter := module._parameters[name]) is None:
             return
         trained.pop(parameter, None)  # type: ignore[no-untyped-call]
@@ -265,7 +265,7 @@ class Init(AbstractContextManager["Init"]):
 
 
 class _BeforeFunctions(TorchFunctionMode):
-    """Reports each torch function before it runs, unless it does not depend on values."""
+    """Reports every torch function that depends on values before it runs."""
 
     def __init__(self, before: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def _check_remote_device(device: str | None, config: Config | None) -> None:
 
 @cache
 def _value_independent() -> frozenset[Any]:
-    """Return the torch functions whose result depends on neither the values nor the memory of a parameter."""
+    """Return the torch functions whose result depends on neither the values nor the storage of a parameter."""
     read = (
         "shape ndim dtype device layout requires_grad grad is_leaf is_meta is_cuda is_cpu is_sparse is_quantized grad_fn "
         "itemsize nbytes _backward_hooks _version"

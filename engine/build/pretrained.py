@@ -39,7 +39,7 @@ from .store import builder_for
 
 _TRIM_BYTES = 64 * 1024 * 1024
 _MAX_LISTED = 8
-"""Maximum number of keys of each kind in an error."""
+"""The most keys of each kind that an error message lists."""
 _IGNORED_KEY = r"rotary_emb\.inv_freq"
 """In older files; models now compute it. transformers ignores it too."""
 _UNTRAINABLE = ("complex64", *FLOAT8)
@@ -238,7 +238,7 @@ class _WeightLoader:
         return parameter
 
     def _read(self, weight: StoredWeight, first: int, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D on the CPU, with flat elements of `weight` from `first` on, cast to its type."""
+        """Fill `out`, 1-D on the CPU, with flat elements of `weight` from `first` on, cast to its dtype."""
         stored = torch_dtype(weight.dtype)
         target = out if out.dtype == stored else torch.empty(out.numel(), dtype=stored)
         if target.numel():

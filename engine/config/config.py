@@ -3,9 +3,9 @@
 [Note: from a key to its effect]
 A key `a.b` is field `b` of a section of `sections.py` (optimizers and schedules: `optimizers.py`; extras:
 `engine/extras/sections.py`), with its description. The engine reads it as `config.settings.a.b`, in short `config.zero.b` and
-`config.zstore.b`, or by a property of `Config`, if other keys, the optimizer or the run decide too. So a search for the key's
-last name finds its field, the property if there is one, and the code that acts. Contradictions with other keys are in
-`parse.rules`, values of "auto" in `resolve.py`.
+`config.zstore.b`, or by a property of `Config` if it also depends on other keys, the optimizer or the run. So a search for the
+key's last name finds its field, the property if there is one, and the code that uses it. Contradictions with other keys are
+in `parse.rules`, values of "auto" in `resolve.py`.
 """
 
 import argparse
@@ -35,9 +35,9 @@ class Config:
     settings: ConfigSections
     """Every key, typed."""
     source: str
-    """Path of the file, or another name for messages."""
+    """Path of the file, or a name for messages."""
     notices: tuple[Notice, ...] = ()
-    """One notice per set key that has no effect, or another effect than the config says, with the reason."""
+    """One notice per set key that has no effect, or an effect other than the config says, with the reason."""
     resolved: bool = False
     world_size: int = 1
     """Ranks of the run, once resolved."""
@@ -46,7 +46,7 @@ class Config:
     whole_tensors: bool = False
     """The optimizer's step needs whole tensors, which are exchanged between ranks."""
     replicates_state: bool = False
-    """Every rank holds a full copy of the optimizer state, and its own gradients."""
+    """Every rank has a full copy of the optimizer state, and its own gradients."""
 
     def report(self) -> list[str]:
         """Return the notices as lines to print, one per reason."""
@@ -130,14 +130,14 @@ class Config:
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Type of parameters and gradients; masters are always in fp32."""
+        """Precision of parameters and gradients; masters are always in fp32."""
         if self._resolved_settings().bf16.enabled:
             return "bf16"
         return "fp16" if self.settings.fp16.enabled else "fp32"
 
     @property
     def loss_scaling(self) -> Fp16Section | None:
-        """The loss scaling of fp16; None for other types, and for a frozen engine."""
+        """The loss scaling of fp16; None for other precisions, and for a frozen engine."""
         return self.settings.fp16 if self.precision == "fp16" and not self.frozen else None
 
     @property
@@ -182,7 +182,7 @@ class Config:
 
     @property
     def activations(self) -> Literal["device", "host", "disk"]:
-        """Where the tensors that a forward saves for its backward are stored."""
+        """Where the tensors that a forward saves for its backward pass are stored."""
         if self.frozen:
             return "device"
         on_host = self.settings.activation_checkpointing.cpu_checkpointing

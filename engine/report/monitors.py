@@ -130,7 +130,7 @@ class Monitors:
             self._try(monitor, partial(monitor.write, values, samples))
 
     def write_events(self, events: Sequence[tuple[Any, ...]]) -> None:
-        """Write (name, value, sample) triples, on rank 0; further items of a triple are dropped. Raises UsageError for
+        """Write (name, value, sample) triples, on rank 0; further items of a triple are ignored. Raises UsageError for
         anything else."""
         for event in events:
             try:
@@ -163,7 +163,7 @@ def open_monitors(config: Config, world: World) -> Monitors:
 
     Raises ConfigError, on every rank, if a package is not installed or a folder cannot be used.
     """
-    if config.frozen:  # nothing to report, and another engine may use these folders
+    if config.frozen:  # nothing to report, and a different engine may use these folders
         return Monitors()
     csv_files, tensorboard, wandb = config.settings.csv_monitor, config.settings.tensorboard, config.settings.wandb
     makers: dict[str, tuple[bool, Callable[[], Monitor]]] = {

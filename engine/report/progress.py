@@ -306,7 +306,7 @@ class RunJournal:
         handles: list[SaveHandle] = []
 
         def stall_s() -> float:
-            """Return the seconds by which training was delayed, up to now if it still is, since the commit may come first."""
+            """Return the seconds by which training was delayed, until now if it still is, since the commit may come first."""
             return (handles[0].stall_s if handles else 0.0) or time.perf_counter() - start_s
 
         def record(event: SaveHandle | SaveSummary | BaseException) -> None:
@@ -346,7 +346,7 @@ class RunJournal:
         self._problem = "" if isinstance(error, SystemExit) else _error_text(error)
 
     def set_save_folder(self, folder: Path, remote: UploadPlace | None, *, is_final: bool = True) -> None:
-        """Set the folder of the run's checkpoints, and the URL that they are uploaded to, unless a final folder is set. See
+        """Set the folder of the run's checkpoints, and the URL to which they are uploaded, unless a final folder is set. See
         [Note: the journal's folder]. If a training loop creates one folder per save, the parent is used; Lightning's folders
         `*.ckpt` are ignored, since callers list their parent."""
         if not self.enabled or self._is_final or folder.suffix == ".ckpt":
@@ -361,7 +361,7 @@ class RunJournal:
         training = self._training
         if not self.enabled or self._folder is None or self._run_id == training.run_id:
             return
-        if self._run_id is not None:  # another run's checkpoint was loaded
+        if self._run_id is not None:  # a different run's checkpoint was loaded
             self._end("stopped")
             self._first_step = self._step
         path = self._folder / journal_file(training.run_id)
@@ -374,8 +374,8 @@ class RunJournal:
         previous_records = decode_lines(file.tail)
         if previous_records and previous_records[-1]["kind"] != "end":
             _log.warning(
-                "the journal has no end of the previous process of this run: it was killed, or is still running. If memory ran "
-                "out, `zstore plan --config` shows what to change"
+                "the journal does not record the end of this run's previous process: it was killed, or is still running. If "
+                "memory ran out, `zstore plan --config` shows what to change"
             )
         if self._remote is not None and self._remote.is_service:
             self._tail = JournalTail(path, self._remote, self._run_id, file.begin_bytes, failed=self.writer.fail)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from ..training.training import Training
 
-_OPTIMIZER_SUBJECTS = ("model", "optimizer")
+_OPTIMIZER_LABELS = ("model", "optimizer")
 """First components of the names of arrays that are optimizer state."""
 _PEAK_FLOPS = (
     ("B200", {"16": 2250e12, "tf32": 1125e12, "fp32": 75e12}),
@@ -152,12 +152,12 @@ def link_statistics(
 ) -> dict[str, LinkStatistics]:
     """Return the traffic by link; `store` has the statistics of `tensors`. See [Note: links]."""
 
-    def total(priorities: Iterable[str], *subjects: str, stall_s: Mapping[str, float] | None = None) -> LinkStatistics:
-        """Return the I/O threads' traffic for these subjects, by default all; stalls of 0 s are omitted."""
-        keys = {key: key.split(" ", 1) for key in store.queue.subjects}
-        chosen = [k for k, (priority, of) in keys.items() if priority in priorities and of in (subjects or (of,))]
+    def total(priorities: Iterable[str], *labels: str, stall_s: Mapping[str, float] | None = None) -> LinkStatistics:
+        """Return the I/O threads' traffic with these labels, by default all; stalls of 0 s are omitted."""
+        keys = {key: key.split(" ", 1) for key in store.queue.by_label}
+        chosen = [k for k, (p, label) in keys.items() if p in priorities and label in (labels or (label,))]
         stalls = {cause: seconds for cause, seconds in (stall_s or {}).items() if seconds > 0}
-        return replace(total_of_links(store.queue.subjects[key] for key in chosen), stall_s=stalls)
+        return replace(total_of_links(store.queue.by_label[key] for key in chosen), stall_s=stalls)
 
     both = world.links.statistics(), tensors.links.statistics()
     counted = {name: total_of_links(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
@@ -172,8 +172,8 @@ def link_statistics(
         "disk_read": total(reads, stall_s=read_stalls),
         "disk_prefetch": total(("prefetch",)),
         "disk_write": total(writes, stall_s=write_stalls),
-        "optimizer_read": total(reads, *_OPTIMIZER_SUBJECTS),
-        "optimizer_write": total(writes, *_OPTIMIZER_SUBJECTS),
+        "optimizer_read": total(reads, *_OPTIMIZER_LABELS),
+        "optimizer_write": total(writes, *_OPTIMIZER_LABELS),
         "activation_read": total(reads, "activation"),
         "activation_write": total(writes, "activation"),
         "checkpoint_write": total(("checkpoint",), stall_s=save_stall_s),

@@ -222,7 +222,7 @@ def test_how_a_process_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         engine.note_save_folder(str(tmp_path / "killed"))
         engine.training_state.run_id = read(tmp_path / "killed")[0]["run"]
         step(engine)
-    assert "no end of the previous process of this run: it was killed" in caplog.text
+    assert "not record the end of this run's previous process: it was killed" in caplog.text
     assert "`zstore plan --config` shows what to change" in caplog.text
 
 

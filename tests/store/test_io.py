@@ -197,12 +197,12 @@ def test_an_operation_that_ends_after_its_loop_is_quiet(queue: IoQueue, caplog: 
 def test_statistics_count_by_subject() -> None:
     queue = IoQueue(3)
     wait_all(
-        [queue.submit(lambda: None, Priority.READ, n, subject=s) for n, s in ((1, "model"), (2, "a b"), (4, "model"))]
+        [queue.submit(lambda: None, Priority.READ, n, label=s) for n, s in ((1, "model"), (2, "a b"), (4, "model"))]
     )
-    queue.submit(lambda: None, Priority.WRITE_BACK, 8, subject="model").wait()
+    queue.submit(lambda: None, Priority.WRITE_BACK, 8, label="model").wait()
     queue.submit(lambda: None, Priority.READ, 16).wait()
     found = queue.statistics()
-    assert {key: (link.operations, link.bytes) for key, link in found.subjects.items()} == {
+    assert {key: (link.operations, link.bytes) for key, link in found.by_label.items()} == {
         "read model": (2, 5),
         "read a b": (1, 2),
         "write_back model": (1, 8),
@@ -210,7 +210,7 @@ def test_statistics_count_by_subject() -> None:
     }
     reads = found.of(Priority.READ)
     assert (reads.operations, reads.bytes) == (4, 23)
-    assert reads.busy_s == pytest.approx(sum(found.subjects[f"read {s}"].busy_s for s in ("model", "a b", "")))
+    assert reads.busy_s == pytest.approx(sum(found.by_label[f"read {s}"].busy_s for s in ("model", "a b", "")))
     queue.close()
 
 

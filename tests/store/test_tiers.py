@@ -15,7 +15,7 @@ from zstore.format import ArraySpec, layout_of, make_grid
 from zstore.io import IoResources, Priority
 from zstore.store import LocalShard
 from zstore.store.tiers import DeviceTier, DiskTier, Drives, HostTier, Mode, Tier
-from zstore.testing.contract import TierBench, TierContract
+from zstore.testing.contract import TierContract, TierHarness
 from zstore.testing.faults import Fault
 from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bits, shard_name, write_zarr_json
 
@@ -23,7 +23,7 @@ from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bi
 class MemoryContract(TierContract):
     pins_in_place = True
 
-    def test_an_updater_waits_until_every_pin_is_released(self, bench: TierBench) -> None:
+    def test_an_updater_waits_until_every_pin_is_released(self, bench: TierHarness) -> None:
         local = bench.create()
         name = local.spec.name
         bench.fill(local, bench.values(local, 1))
@@ -50,7 +50,7 @@ class MemoryContract(TierContract):
             assert same_bits(bench.read_published(local, name), bench.values(local, 1))
         assert same_bits(bench.read(local), bench.values(local, 2))
 
-    def test_a_pin_can_be_published_on_any_grid_whose_shards_lie_within_it(self, bench: TierBench) -> None:
+    def test_a_pin_can_be_published_on_any_grid_whose_shards_lie_within_it(self, bench: TierHarness) -> None:
         local = bench.create((1000, 130))
         bench.fill(local, bench.values(local))
         pin = bench.tier.pin(local.spec.name)
@@ -65,7 +65,7 @@ class MemoryContract(TierContract):
             assert same_bits(read_with_tensorstore(folder), expected)
         pin.release()
 
-    def test_a_shard_that_is_not_in_the_pinned_one_is_refused(self, bench: TierBench) -> None:
+    def test_a_shard_that_is_not_in_the_pinned_one_is_refused(self, bench: TierHarness) -> None:
         local = bench.create((1000, 130), world_size=2, shard=1)
         pin = bench.tier.pin(local.spec.name)
         quarter = make_grid(local.spec.stored_shape, 4)
@@ -84,7 +84,7 @@ class TestDeviceTier(MemoryContract):
     def make_tier(self, res: IoResources, folder: Path) -> Tier:
         return DeviceTier("cpu")
 
-    def test_adopted_memory_still_belongs_to_the_caller(self, bench: TierBench) -> None:
+    def test_adopted_memory_still_belongs_to_the_caller(self, bench: TierHarness) -> None:
         memory = torch.arange(40.0, requires_grad=True)
         spec = ArraySpec(name="model/x", shape=(10, 4), dtype="float32")
         local = LocalShard(spec, make_grid((10, 4), 1), 0)
@@ -103,7 +103,7 @@ class TestDeviceTier(MemoryContract):
         [torch.zeros(39), torch.zeros(40, dtype=torch.float64), torch.zeros(10, 4), torch.zeros(80)[::2]],
         ids=["size", "dtype", "shape", "strides"],
     )
-    def test_memory_that_does_not_fit_is_refused(self, bench: TierBench, memory: torch.Tensor) -> None:
+    def test_memory_that_does_not_fit_is_refused(self, bench: TierHarness, memory: torch.Tensor) -> None:
         spec = ArraySpec(name="model/x", shape=(10, 4), dtype="float32")
         with pytest.raises(UsageError, match=r"expected contiguous memory of 40 elements of torch\.float32"):
             bench.tier.create(LocalShard(spec, make_grid((10, 4), 1), 0), memory)
@@ -126,20 +126,20 @@ class TestDiskTier(TierContract):
         return DiskTier(Drives((folder,)), res)
 
     @staticmethod
-    def shard_files(bench: TierBench) -> list[str]:
+    def shard_files(bench: TierHarness) -> list[str]:
         return sorted(p.name for p in (bench.folder.parent / "tier").iterdir())
 
-    def written(self, bench: TierBench) -> list[Path]:
+    def written(self, bench: TierHarness) -> list[Path]:
         paths = [Path(path) for kind, path in bench.files.paths if kind == "write"]
         bench.files.paths.clear()
         return paths
 
-    def filled(self, bench: TierBench, seed: int = 1) -> LocalShard:
+    def filled(self, bench: TierHarness, seed: int = 1) -> LocalShard:
         local = bench.create((3000, 256))
         bench.fill(local, bench.values(local, seed))
         return local
 
-    def test_publishing_creates_a_link_and_writes_no_bytes(self, bench: TierBench) -> None:
+    def test_publishing_creates_a_link_and_writes_no_bytes(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
         self.written(bench)
@@ -153,7 +153,7 @@ class TestDiskTier(TierContract):
         assert published.stat().st_ino == source.stat().st_ino
         assert published.stat().st_nlink == 2
 
-    def test_an_unpinned_shard_is_changed_in_place(self, bench: TierBench) -> None:
+    def test_an_unpinned_shard_is_changed_in_place(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         (before,) = self.shard_files(bench)
         self.written(bench)
@@ -161,7 +161,7 @@ class TestDiskTier(TierContract):
         assert {path.name for path in self.written(bench)} == {before}
         assert self.shard_files(bench) == [before]
 
-    def test_a_superseded_published_file_is_unlinked_from_the_tier(self, bench: TierBench) -> None:
+    def test_a_superseded_published_file_is_unlinked_from_the_tier(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         (before,) = self.shard_files(bench)
         pin = bench.tier.pin(local.spec.name)
@@ -172,7 +172,7 @@ class TestDiskTier(TierContract):
         assert before not in self.shard_files(bench)
         assert (bench.folder / "published").stat().st_nlink == 1
 
-    def test_a_superseded_unpublished_file_is_reused_for_the_next_version(self, bench: TierBench) -> None:
+    def test_a_superseded_unpublished_file_is_reused_for_the_next_version(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
         bench.update(local, bench.values(local, 2))
@@ -187,7 +187,7 @@ class TestDiskTier(TierContract):
         assert same_bits(bench.read(local), bench.values(local, 3))
 
     @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
-    def test_where_links_are_unavailable_the_pinned_version_is_copied(self, bench: TierBench, number: int) -> None:
+    def test_where_links_are_unavailable_the_pinned_version_is_copied(self, bench: TierHarness, number: int) -> None:
         local = self.filled(bench)
         bench.files.inject(Fault(kind="link", times=None, error_number=number))
         pin = bench.tier.pin(local.spec.name)
@@ -200,7 +200,7 @@ class TestDiskTier(TierContract):
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
         assert len(summary.crcs) == layout.num_present
 
-    def test_a_published_file_may_be_read_only_and_published_again(self, bench: TierBench) -> None:
+    def test_a_published_file_may_be_read_only_and_published_again(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
         bench.publish(pin, "one")
@@ -221,7 +221,7 @@ class TestDiskTier(TierContract):
         pin.release()
         assert (bench.folder / "one").stat().st_nlink == 3
 
-    def test_another_layout_is_refused(self, bench: TierBench) -> None:
+    def test_another_layout_is_refused(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
         for grid, shard in ((make_grid(local.spec.stored_shape, 2), 0), (local.grid, 1)):
@@ -229,7 +229,7 @@ class TestDiskTier(TierContract):
                 pin.publish(bench.res, bench.folder / "x", grid, shard, Priority.CHECKPOINT)
         pin.release()
 
-    def test_a_damaged_pinned_file_is_detected_when_copied(self, bench: TierBench) -> None:
+    def test_a_damaged_pinned_file_is_detected_when_copied(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         bench.files.inject(Fault(kind="link", times=None, error_number=errno.EXDEV))
         pin = bench.tier.pin(local.spec.name)
@@ -239,7 +239,7 @@ class TestDiskTier(TierContract):
         pin.release()
         bench.expect_all_buffers_back()
 
-    def flip(self, bench: TierBench, local: LocalShard, chunk: int = 1) -> None:
+    def flip(self, bench: TierHarness, local: LocalShard, chunk: int = 1) -> None:
         (name,) = self.shard_files(bench)
         path = bench.folder.parent / "tier" / name
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
@@ -249,7 +249,7 @@ class TestDiskTier(TierContract):
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 8]))
 
-    def test_a_chunk_is_checked_when_it_is_asked_for_and_sealed_when_the_next_is(self, bench: TierBench) -> None:
+    def test_a_chunk_is_checked_when_it_is_asked_for_and_sealed_when_the_next_is(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         values = bench.values(local, 1)
         self.flip(bench, local, chunk=2)
@@ -267,7 +267,7 @@ class TestDiskTier(TierContract):
             next(tiles)
         bench.expect_all_buffers_back()
 
-    def test_a_lost_write_is_detected(self, bench: TierBench) -> None:
+    def test_a_lost_write_is_detected(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         bench.files.inject(Fault(kind="write", first=1, lost=True))
         bench.update(local, bench.values(local, 2))
@@ -275,7 +275,7 @@ class TestDiskTier(TierContract):
             bench.read(local)
 
     @pytest.mark.parametrize("name", ["model/a b/ü.x", "model/" + "long." * 100 + "x", "model/..", "model/a%2Fb"])
-    def test_any_array_name_maps_to_a_file(self, bench: TierBench, name: str) -> None:
+    def test_any_array_name_maps_to_a_file(self, bench: TierHarness, name: str) -> None:
         spec = ArraySpec(name=name, shape=(50,), dtype="int8")
         local = LocalShard(spec, make_grid((50,), 1), 0)
         bench.tier.create(local)
@@ -285,7 +285,7 @@ class TestDiskTier(TierContract):
         assert len(self.shard_files(bench)) == 1
 
     @pytest.mark.timeout(60)
-    def test_a_pinned_shard_can_be_changed_while_every_other_buffer_is_taken(self, bench: TierBench) -> None:
+    def test_a_pinned_shard_can_be_changed_while_every_other_buffer_is_taken(self, bench: TierHarness) -> None:
         """The next version's file is created without a buffer from the pool."""
         local = self.filled(bench)
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
@@ -296,7 +296,7 @@ class TestDiskTier(TierContract):
         pin.release()
         assert same_bits(bench.read(local), bench.values(local, 2))
 
-    def test_reads_of_a_pinned_shard_during_a_change_see_the_previous_version(self, bench: TierBench) -> None:
+    def test_reads_of_a_pinned_shard_during_a_change_see_the_previous_version(self, bench: TierHarness) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
         for part, view in bench.visit(local.spec.name, Mode.UPDATE):

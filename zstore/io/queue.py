@@ -196,13 +196,13 @@ class QueueStatistics:
 
     blocked_s: float
     """Time that producers waited for room in the queue."""
-    subjects: Mapping[str, LinkStatistics]
-    """Statistics by priority and subject, such as "read optimizer"; only those that occurred."""
+    by_label: Mapping[str, LinkStatistics]
+    """Statistics by priority and label, such as "read optimizer"; only those that occurred."""
 
     def of(self, *priorities: Priority) -> LinkStatistics:
-        """Return the sums over all subjects."""
+        """Return the sums over all labels."""
         names = [priority.name.lower() for priority in priorities]
-        return total_of_links(link for subject, link in self.subjects.items() if subject.split(" ")[0] in names)
+        return total_of_links(link for key, link in self.by_label.items() if key.split(" ")[0] in names)
 
 
 class IoQueue:
@@ -233,11 +233,9 @@ class IoQueue:
         self._not_empty, self._not_full = threading.Condition(self._lock), threading.Condition(self._lock)
         self._heap, self._threads = [], []
 
-    def submit(
-        self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, subject: str = ""
-    ) -> Ticket[T]:
-        """Queue `operation`, which moves `nbytes` of `subject`; returns its ticket. Blocks while the queue is full."""
-        ticket, run = self._ticket(operation, priority, nbytes, subject)
+    def submit(self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, label: str = "") -> Ticket[T]:
+        """Queue `operation`, which moves `nbytes`, counted as `label`; returns its ticket. Blocks while the queue is full."""
+        ticket, run = self._ticket(operation, priority, nbytes, label)
         if not self._threads:  # see [Note: endings]
             run()
             return ticket
@@ -260,10 +258,10 @@ class IoQueue:
         return ticket
 
     def _ticket(
-        self, operation: Callable[[], T], priority: Priority, nbytes: int, subject: str
+        self, operation: Callable[[], T], priority: Priority, nbytes: int, label: str
     ) -> tuple[Ticket[T], Callable[[], None]]:
         """Return a ticket for `operation`, and a function that runs and counts it."""
-        link = f"{priority.name.lower()} {subject}"
+        link = f"{priority.name.lower()} {label}"
 
         def counted() -> T:
             started = time.perf_counter()
@@ -289,7 +287,7 @@ class IoQueue:
 
     def statistics(self) -> QueueStatistics:
         """Return the counters since the start."""
-        return QueueStatistics(blocked_s=self._blocked_s, subjects=self._links.statistics())
+        return QueueStatistics(blocked_s=self._blocked_s, by_label=self._links.statistics())
 
     def close(self) -> None:
         """Run the queued operations, then stop the threads."""

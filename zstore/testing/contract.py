@@ -58,7 +58,7 @@ def as_array(view: Any) -> Array:
 
 
 @dataclass(kw_only=True)
-class TierBench:
+class TierHarness:
     """A tier with its resources, driven by real passes."""
 
     tier: Tier
@@ -154,21 +154,21 @@ class TierContract:
         """Return a new tier; `folder` is empty and its own."""
 
     @pytest.fixture
-    def bench(self, tmp_path: Path) -> Iterator[TierBench]:
+    def bench(self, tmp_path: Path) -> Iterator[TierHarness]:
         """The tier under test, in a pool of a few chunks only."""
         files = FaultyFiles()
         for name in ("tier", "published"):
             (tmp_path / name).mkdir()
         with open_resources(pool_bytes=2 << 20, num_threads=2, block_bytes=256 * 1024, files=files) as res:
             tier = self.make_tier(res, tmp_path / "tier")
-            bench = TierBench(tier=tier, res=res, files=files, folder=tmp_path / "published")
+            bench = TierHarness(tier=tier, res=res, files=files, folder=tmp_path / "published")
             yield bench
             files.heal()
             tier.close()
 
     @pytest.mark.parametrize(("shape", "world_size", "shard"), SHAPES.values(), ids=SHAPES)
     def test_a_new_shard_is_all_zeros_and_keeps_what_passes_write(
-        self, bench: TierBench, shape: tuple[int, ...], world_size: int, shard: int
+        self, bench: TierHarness, shape: tuple[int, ...], world_size: int, shard: int
     ) -> None:
         local = bench.create(shape, world_size=world_size, shard=shard)
         assert local.valid_numel > 0
@@ -181,7 +181,7 @@ class TierContract:
         bench.expect_all_buffers_back()
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_every_data_type(self, bench: TierBench, dtype: str) -> None:
+    def test_every_data_type(self, bench: TierHarness, dtype: str) -> None:
         local = bench.create((515, 67), dtype, world_size=2, shard=1)
         assert not bench.read(local).any()
         bench.fill(local, bench.values(local))
@@ -189,7 +189,7 @@ class TierContract:
         bench.publish(bench.tier.pin(local.spec.name))
         assert same_bits(bench.read_published(local), bench.values(local))
 
-    def test_views_leave_padding_out(self, bench: TierBench) -> None:
+    def test_views_leave_padding_out(self, bench: TierHarness) -> None:
         local = bench.create((1000, 130), world_size=3, shard=2)
         assert local.valid_numel < local.grid.shard_numel
         stop = 0
@@ -199,7 +199,7 @@ class TierContract:
             stop = tile.stop
         assert stop == local.valid_numel
 
-    def test_a_group_is_visited_together(self, bench: TierBench) -> None:
+    def test_a_group_is_visited_together(self, bench: TierHarness) -> None:
         shards = [bench.create(dtype=dtype) for dtype in ("float32", "bfloat16", "int8")]
         for local in shards:
             bench.fill(local, bench.values(local, 3))
@@ -211,7 +211,7 @@ class TierContract:
             seen += tile.stop - tile.first
         assert seen == shards[0].valid_numel
 
-    def test_a_rank_without_rows_has_nothing_to_visit(self, bench: TierBench) -> None:
+    def test_a_rank_without_rows_has_nothing_to_visit(self, bench: TierHarness) -> None:
         local = bench.create((5, 8), world_size=4, shard=3)
         assert local.valid_numel == 0
         assert list(bench.tiles([local.spec.name], Mode.UPDATE)) == []
@@ -221,7 +221,7 @@ class TierContract:
         assert bench.read_published(local).size == 0
         with_pin.release()
 
-    def test_a_pin_publishes_what_the_shard_held(self, bench: TierBench) -> None:
+    def test_a_pin_publishes_what_the_shard_held(self, bench: TierHarness) -> None:
         local = bench.create((1000, 130), "bfloat16", world_size=1)
         bench.fill(local, bench.values(local))
         pin = bench.tier.pin(local.spec.name)
@@ -239,7 +239,7 @@ class TierContract:
         assert not bench.tier.is_pinned_in_place(local.spec.name)
         bench.expect_all_buffers_back()
 
-    def test_a_shard_that_was_never_written_is_zeros(self, bench: TierBench) -> None:
+    def test_a_shard_that_was_never_written_is_zeros(self, bench: TierHarness) -> None:
         local = bench.create()
         with closing(Snapshot({local.spec.name: bench.tier.pin(local.spec.name)})) as snapshot:
             bench.publish(snapshot.pins[local.spec.name])
@@ -247,7 +247,7 @@ class TierContract:
         assert not bench.update(local, bench.values(local)).any()
         assert same_bits(bench.read(local), bench.values(local))
 
-    def test_padding_is_zeros_in_the_file(self, bench: TierBench) -> None:
+    def test_padding_is_zeros_in_the_file(self, bench: TierHarness) -> None:
         local = bench.create((1000, 130), "int8", world_size=3, shard=2)
         bench.fill(local, np.full(local.valid_numel, -1, np.int8))
         bench.publish(bench.tier.pin(local.spec.name))
@@ -257,7 +257,7 @@ class TierContract:
         assert (payload[: local.valid_numel] == 255).all()
         assert not payload[local.valid_numel :].any()
 
-    def test_what_was_published_never_changes(self, bench: TierBench) -> None:
+    def test_what_was_published_never_changes(self, bench: TierHarness) -> None:
         local = bench.create()
         bench.fill(local, bench.values(local, 1))
         for seed in (1, 2, 3):
@@ -269,7 +269,7 @@ class TierContract:
             assert same_bits(bench.read_published(local, f"version-{seed}"), bench.values(local, seed))
         assert same_bits(bench.read(local), bench.values(local, 4))
 
-    def test_a_pin_is_released_once_however_often(self, bench: TierBench) -> None:
+    def test_a_pin_is_released_once_however_often(self, bench: TierHarness) -> None:
         local = bench.create()
         bench.fill(local, bench.values(local))
         one, two = bench.tier.pin(local.spec.name), bench.tier.pin(local.spec.name)
@@ -283,7 +283,7 @@ class TierContract:
         bench.update(local, bench.values(local, 2))
         assert same_bits(bench.read_published(local), bench.values(local))
 
-    def test_a_file_that_exists_is_not_written_over(self, bench: TierBench) -> None:
+    def test_a_file_that_exists_is_not_written_over(self, bench: TierHarness) -> None:
         local = bench.create()
         bench.fill(local, bench.values(local))
         (bench.folder / FILE_NAME).write_bytes(b"precious")
@@ -295,7 +295,7 @@ class TierContract:
         pin.release()
         assert same_bits(bench.read_published(local, "other"), bench.values(local))
 
-    def test_a_publish_that_fails_can_be_repeated(self, bench: TierBench) -> None:
+    def test_a_publish_that_fails_can_be_repeated(self, bench: TierHarness) -> None:
         local = bench.create()
         bench.fill(local, bench.values(local))
         pin = bench.tier.pin(local.spec.name)
@@ -311,7 +311,7 @@ class TierContract:
         assert same_bits(bench.read_published(local), bench.values(local))
         bench.expect_all_buffers_back()
 
-    def test_nobody_sees_a_shard_half_changed_in_place(self, bench: TierBench) -> None:
+    def test_nobody_sees_a_shard_half_changed_in_place(self, bench: TierHarness) -> None:
         local = bench.create()
         name = local.spec.name
         bench.fill(local, bench.values(local))
@@ -327,7 +327,7 @@ class TierContract:
         assert same_bits(bench.read(local), bench.values(local))
         bench.tier.pin(name).release()
 
-    def test_a_reading_pass_ends_without_ending_another(self, bench: TierBench) -> None:
+    def test_a_reading_pass_ends_without_ending_another(self, bench: TierHarness) -> None:
         one, two = bench.create(), bench.create()
         bench.fill(one, bench.values(one, 1))
         for part, view in bench.visit(one.spec.name, Mode.UPDATE):
@@ -336,13 +336,13 @@ class TierContract:
                 assert not bench.read(two).any()
         assert same_bits(bench.read(one), bench.values(one, 2))
 
-    def test_a_pass_that_was_never_begun_leaves_nothing(self, bench: TierBench) -> None:
+    def test_a_pass_that_was_never_begun_leaves_nothing(self, bench: TierHarness) -> None:
         local = bench.create()
         bench.tiles([local.spec.name], Mode.UPDATE)
         bench.fill(local, bench.values(local))
         assert same_bits(bench.read(local), bench.values(local))
 
-    def test_after_a_pass_that_failed_all_can_be_set_anew(self, bench: TierBench) -> None:
+    def test_after_a_pass_that_failed_all_can_be_set_anew(self, bench: TierHarness) -> None:
         local = bench.create()
         bench.fill(local, bench.values(local))
         with pytest.raises(BoomError):
@@ -351,7 +351,7 @@ class TierContract:
         assert same_bits(bench.read(local), bench.values(local, 3))
         bench.expect_all_buffers_back()
 
-    def _fail_half_way(self, bench: TierBench, local: LocalShard) -> None:
+    def _fail_half_way(self, bench: TierHarness, local: LocalShard) -> None:
         with closing(bench.visit(local.spec.name, Mode.UPDATE)) as parts:  # type: ignore[type-var]
             for part, view in parts:
                 view[:] = bench.values(local, 2)[part]

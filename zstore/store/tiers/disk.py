@@ -267,7 +267,7 @@ class DiskTier(Tier):
             by_file.setdefault(shard if shard.pack is None else piece.kind, []).append(part)
         for group in by_file.values():
             task, nbytes = partial(move, self._res, group, memory), sum(piece.nbytes for _, _, piece in group)
-            tickets.append(self._res.queue.submit(task, priority, nbytes, subject=group[0][2].kind))
+            tickets.append(self._res.queue.submit(task, priority, nbytes, label=group[0][2].kind))
 
     def replace(self, name: str, data: Array) -> None:
         """Set all values of a shard that has a separate file, directly from `data`, in a pass without a consumer."""
