@@ -99,7 +99,7 @@ class Access:
     def require_no_open_gather(self, call: str) -> None:
         """Raise UsageError within a block of `zstore.gather`, whose values would become outdated."""
         if self.guard.open_blocks:  # the same on all ranks
-            self.world.raise_together(UsageError(f"{call} within `with zstore.gather(...)`: end the block first"))
+            self.world.raise_on_all_ranks(UsageError(f"{call} within `with zstore.gather(...)`: end the block first"))
 
     def prepare(self, call: str, check: Callable[[], T], *, changes: bool = False, moves: bool = False) -> T:
         """Wait for the last step's update and return the result of `check`, if the ranks agree on `call` (all ranks).
@@ -243,9 +243,9 @@ class Access:
                 attempt(lambda p, v: put(p.source, p.start + p.first, v.cpu()), piece, values)
             unchecked_numel += numel
             if unchecked_numel >= _AGREE_NUMEL:
-                world.raise_together(error)
+                world.raise_on_all_ranks(error)
                 unchecked_numel = 0
-        world.raise_together(error)
+        world.raise_on_all_ranks(error)
 
     def set_parameter(self, name: str, values: Any) -> None:
         """Replace a parameter and its master with rank 0's `values`."""

@@ -67,7 +67,7 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
                 closing.enter_context(world.calling("gather"))
             closing.push(opened.pop_all())
             for world in worlds:
-                world.raise_together(error)
+                world.raise_on_all_ranks(error)
             if error is not None:
                 raise error
 

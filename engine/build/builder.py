@@ -356,7 +356,7 @@ class Builder:
         if self.failed:
             raise UsageError("an earlier part of building this model failed on some rank: build the model again")
         try:
-            self.world.raise_together(error, f"zstore.Init at {what}")
+            self.world.raise_on_all_ranks(error, f"zstore.Init at {what}")
         except BaseException:
             self.failed = self.world.world_size > 1
             raise

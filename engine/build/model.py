@@ -35,7 +35,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
     """Raise UsageError for a model that cannot be trained or, with `gathers`, whose parameters cannot be gathered, and if the
     ranks' models differ (all ranks)."""
-    world.raise_together(_model_error(model, gathers))
+    world.raise_on_all_ranks(_model_error(model, gathers))
     own = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
     digests = world.all_gather_object(hashlib.sha256(json.dumps(own).encode()).hexdigest())
     if len(set(digests)) == 1:

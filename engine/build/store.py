@@ -110,7 +110,7 @@ class BuiltModel:
         self._builders = list(dict.fromkeys(builder for builder, _ in sharded.values()))
         self.taken_over: Builder | None = None
         """The builder whose store the run took over."""
-        world.raise_together(self._change_error())
+        world.raise_on_all_ranks(self._change_error())
 
     def _change_error(self) -> UsageError | None:
         if any(builder.is_closed for builder in self._builders):
@@ -222,7 +222,7 @@ class Layout:
             if freed_bytes >= _TRIM_BYTES:
                 freed_bytes = 0
                 return_free_memory()
-        self._world.raise_together(error)
+        self._world.raise_on_all_ranks(error)
         return records
 
     def _is_released(self, name: str) -> bool:

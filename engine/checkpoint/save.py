@@ -210,7 +210,7 @@ class Checkpoints:
         except Exception as raised:
             error = raised
         try:
-            self._training.world.raise_together(error)
+            self._training.world.raise_on_all_ranks(error)
         except BaseException:
             self._running.clear()
             if handle is not None:
@@ -302,7 +302,7 @@ class Checkpoints:
             self._complete()
         except Exception as raised:
             error = raised
-        self._training.world.raise_together(error)
+        self._training.world.raise_on_all_ranks(error)
 
     def finish(self) -> None:
         """Complete the running save, if any, independently of the other ranks (at the end of a run)."""

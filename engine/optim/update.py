@@ -266,7 +266,7 @@ class Update:
         if self.phase is UpdatePhase.IN_BACKGROUND:
             self.phase, error = UpdatePhase.IDLE, self.tickets.error
         try:
-            self.world.raise_together(error)
+            self.world.raise_on_all_ranks(error)
         except BaseException:
             self._is_inconsistent = True
             raise

@@ -206,7 +206,7 @@ class Gradients:
         if self.rules.each_backward:
             error = None if self.step.spill is None else self.step.spill.finish()
             if self.rules.spills:
-                self._world.raise_together(error)
+                self._world.raise_on_all_ranks(error)
             return
         self.exposed.adopt()
         if self._reductions is None or self.step.phase is BackwardPhase.AVERAGED:

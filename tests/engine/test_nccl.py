@@ -83,7 +83,7 @@ def _exchanged(world: World, rank: int) -> dict[str, Any]:
     moved = torch.full((3,), rank, device=world.device)
     world.transfer(moved, 0, 1)
     try:
-        world.raise_together(ValueError("mine") if rank == 1 else None)
+        world.raise_on_all_ranks(ValueError("mine") if rank == 1 else None)
         error = ""
     except Exception as raised:
         error = str(raised).partition(";")[0]

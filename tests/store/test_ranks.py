@@ -294,9 +294,9 @@ def _count_threads() -> int:
 
 
 def _one_fails(world: World, rank: int) -> list[str]:
-    world.raise_together(None)
+    world.raise_on_all_ranks(None)
     try:
-        world.raise_together(DiskFullError("no room", path="/x") if rank == 1 else None)
+        world.raise_on_all_ranks(DiskFullError("no room", path="/x") if rank == 1 else None)
     except DiskFullError as error:
         return ["own", str(error)]
     except RankError as error:
@@ -309,7 +309,7 @@ def _messages(world: World, rank: int) -> list[Any]:
     world.messages["number"] = lambda: numbers.pop() if numbers else None
     for error in (None, KeyError(rank) if rank == 2 else None, None, None):
         with suppress(KeyError, RankError):
-            world.raise_together(error)
+            world.raise_on_all_ranks(error)
         found.append(world.received["number"])
     return found
 
@@ -389,6 +389,6 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert out.tolist() == [1, 1]
     assert not world.sent_bytes
     world.all_gather_object(None)
-    world.raise_together(None)
+    world.raise_on_all_ranks(None)
     with pytest.raises(KeyError):
-        world.raise_together(KeyError("mine"))
+        world.raise_on_all_ranks(KeyError("mine"))

@@ -1,7 +1,7 @@
 """The ranks of a run and the few collectives that everything else uses.
 
 [Note: one error for all]
-Every rank calls `World.raise_together`, a collective, with its own error or None; if all are None it returns. Otherwise a
+Every rank calls `World.raise_on_all_ranks`, a collective, with its own error or None; if all are None it returns. Otherwise a
 rank that failed raises its own error, so that handlers see its type, and every other rank raises RankError with the failed
 ranks' tracebacks. An error that escapes elsewhere on one rank, or a rank that dies, is detected by `watch`: a world that is
 watched raises RankError if its collectives fail.
@@ -105,7 +105,7 @@ class World:
     watch: Watch = field(default_factory=Watch)
     """Fails all ranks if one fails, once it has been started; worlds of one run share it."""
     messages: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """By topic, returns the JSON that this rank sends with each `raise_together` without an error; None: nothing."""
+    """By topic, returns the JSON that this rank sends with each `raise_on_all_ranks` without an error; None: nothing."""
     received: dict[str, list[Any]] = field(default_factory=dict)
     """By topic, the messages of all ranks that sent one in the last exchange: the same on all ranks."""
     group_peers: int | None = None
@@ -216,9 +216,9 @@ class World:
             if note is not None:
                 raised.add_note(note)
             error = raised
-        self.raise_together(error, call)
+        self.raise_on_all_ranks(error, call)
 
-    def raise_together(self, error: BaseException | None, call: str = "") -> None:
+    def raise_on_all_ranks(self, error: BaseException | None, call: str = "") -> None:
         """Raise on every rank if any rank passed an error, and UsageError if ranks pass different calls. See [Note: one error
         for all]."""
         if error is not None and (self.world_size == 1 or self.watch.state is WatchState.RAISED):
