@@ -353,7 +353,7 @@ _ADVICE = (
 
 def _not_trained_text(name: str) -> str:
     return (
-        f"parameter {name!r} was added to the model, or replaced another one, after initialize(): it would not be "
+        f"parameter {name!r} was added to the model, or replaced an existing one, after initialize(): it would not be "
         "trained. Complete the model before initialize(); to change the values of a parameter, call "
         "engine.set_full_parameter(name, values)"
     )

@@ -225,8 +225,8 @@ def weight_files(folder: Path, stem: str = STEM) -> list[Path]:
     """Return the weight files with the name `stem` in a folder, the index last."""
     name = glob.escape(stem)
     patterns = (f"{name}{SUFFIX}", f"{name}{SUFFIX}.index.json", f"{name}-*-of-*{SUFFIX}")
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(found, key=lambda path: (path.suffix == ".json", path.name))
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(paths, key=lambda path: (path.suffix == ".json", path.name))
 
 
 def _require_no_weights(folder: Path, stem: str, *, overwrite: bool) -> None:
@@ -234,11 +234,11 @@ def _require_no_weights(folder: Path, stem: str, *, overwrite: bool) -> None:
     if overwrite and folder.is_dir():
         return
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise CheckpointExistsError(f"{folder} exists and is not a folder: choose another path")
+        raise CheckpointExistsError(f"{folder} exists and is not a folder: choose a different path")
     existing = [path.name for path in folder.glob(f"*{SUFFIX}*") if path.name.startswith((f"{stem}-", f"{stem}."))]
     if existing:
         raise CheckpointExistsError(
-            f"{folder} already has weights ({min(existing)}): remove them, or choose another folder or filename"
+            f"{folder} already has weights ({min(existing)}): remove them, or choose a different folder or filename"
         )
 
 

@@ -227,9 +227,9 @@ def _restore_memory(record: ParameterRecord, *, keep: bool) -> None:
 def _gather_in_builder(builder: Builder, built: Sequence[BuiltParameter], rank: int | None) -> Iterator[None]:
     """Gather parameters of a model that is being built in shards; at the end write changes back, or discard them."""
     _check_rank(rank, builder.world)
-    for each in built:
-        builder.make_live(each)
-    pairs = [(each, parameter) for each in built if (parameter := each.ref()) is not None]
+    for record in built:
+        builder.make_live(record)
+    pairs = [(record, parameter) for record in built if (parameter := record.ref()) is not None]
     versions = [parameter._version for _, parameter in pairs]
     keeps_changes = False
     try:
@@ -240,14 +240,14 @@ def _gather_in_builder(builder: Builder, built: Sequence[BuiltParameter], rank: 
             raise _read_only_error("parameters")
         keeps_changes = rank is not None
     finally:
-        for each, parameter in () if keeps_changes else pairs:
-            builder.set_placeholder(each, parameter)
+        for record, parameter in () if keeps_changes else pairs:
+            builder.set_placeholder(record, parameter)
     if rank is not None:
         for _, parameter in pairs:
             builder.world.broadcast(parameter.data, rank)
         with builder.world.agreeing():
-            for each, parameter in pairs:
-                builder.release(each, parameter)
+            for record, parameter in pairs:
+                builder.release(record, parameter)
 
 
 @contextmanager

@@ -372,7 +372,7 @@ class Engine(nn.Module):
         """Set a parameter, and its fp32 master, to rank 0's `values` (all ranks).
 
         `values` is anything that torch.as_tensor accepts, in the parameter's shape; other ranks may pass None. Raises
-        UsageError for another shape, and within a forward or backward.
+        UsageError for a different shape, and within a forward or backward.
         """
         self.access.set_parameter(name, values)
 
@@ -511,7 +511,7 @@ class Engine(nn.Module):
 
         Within a step the state after the last step is saved: a load repeats the step. Raises UsageError within a step in
         mode "backward" or with a loader of `initialize`, and for client state that cannot be stored; CheckpointExistsError
-        for a tag that another run committed, unless `overwrite`.
+        for a tag that a different run committed, unless `overwrite`.
         """
         state = client_state if client_state is not None else client_sd
         options = SaveOptions(

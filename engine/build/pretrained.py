@@ -177,7 +177,7 @@ def _mismatch_text(
     kinds = {
         "missing in the files": missing,
         "unexpected in the files": unexpected,
-        "of another shape": mismatched,
+        "with a different shape": mismatched,
     }
     lines = [f"the weights in {folder} are not those of a {type(model).__name__}:"]
     for kind, keys in kinds.items():
@@ -202,7 +202,7 @@ class _WeightLoader:
         """Load the values of every parameter and stored buffer."""
         moved_bytes = 0
         for name, aliases, parameter in list(named_parameters(model)):
-            paths = (each.rpartition(".") for each in (name, *aliases))
+            paths = (full_name.rpartition(".") for full_name in (name, *aliases))
             owners = [(model.get_submodule(path), attribute) for path, _, attribute in paths]
             filled = self._load_parameter(parameter, found[name], owners[0])
             for module, attribute in owners:
@@ -222,7 +222,7 @@ class _WeightLoader:
             dtype = self.dtype
         if not dtype.is_floating_point and meta.requires_grad:
             raise CheckpointMismatchError(
-                f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but must be trained: from_pretrained() does "
+                f"{weight.name!r} in {weight.path} has dtype {weight.dtype}, but must be trained: from_pretrained() does "
                 "not read quantized weights"
             )
         is_stored = self.builder is not None and meta.numel() >= self.builder.threshold_numel

@@ -420,7 +420,7 @@ def _differences(
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
 
     stored = {name: shape for name, shape in shapes.items() if is_compared(name)}
-    # torch's state dicts repeat a tied parameter under each of its names. A checkpoint in which the values differ, in this
+    # torch's state dicts repeat a tied parameter under each of its names. A checkpoint in which their values differ, in this
     # rank's rows, is from a different model.
     for record in state.records:
         for alias in map(model_array, record.aliases):

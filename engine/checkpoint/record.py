@@ -337,8 +337,8 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
 
 
 def resumed_batch(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
-    """Return the batch sizes to continue with: at another world size the saved global batch size is kept, unless the caller
-    sets the boundaries of steps.
+    """Return the batch sizes to continue with: at a different world size the saved global batch size is kept, unless the
+    caller sets step boundaries.
 
     Raises CheckpointMismatchError, which lists the possible world sizes.
     """
@@ -416,10 +416,10 @@ def load_rng_state(state: dict[str, Any]) -> None:
 
 def derive_rng_state(seed: int, step: int, rank: int) -> None:
     """Seed this rank's generators from these three numbers only."""
-    number = _seed_from(f"zstore {seed} {step} {rank}")
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number % 2**32)
+    derived_seed = _seed_from(f"zstore {seed} {step} {rank}")
+    torch.manual_seed(derived_seed)
+    random.seed(derived_seed)
+    np.random.seed(derived_seed % 2**32)
 
 
 def _seed_from(text: str) -> int:

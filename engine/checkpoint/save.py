@@ -283,7 +283,7 @@ class Checkpoints:
     def _reserve_bytes(self, options: SaveOptions, folder: Path) -> int:
         """Return the bytes that the next step needs for new files while the save keeps the current ones."""
         training, store = self._training, self._training.state.store
-        # A save that waits and copies to another drive keeps no files once training continues.
+        # A save that waits and copies to a different drive keeps no files once training continues.
         drives = store.options.all_paths
         if options.wait and drives:
             # The folder may not exist yet.

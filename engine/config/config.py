@@ -237,7 +237,7 @@ class Config:
     @property
     def pin_memory(self) -> bool:
         """Whether parameters in host memory are registered with the device's driver."""
-        return any(each.device != "none" and each.pin_memory for each in (self.offload_optimizer, self.offload_param))
+        return any(s.device != "none" and s.pin_memory for s in (self.offload_optimizer, self.offload_param))
 
     @property
     def secondary_size(self) -> int | None:

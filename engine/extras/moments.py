@@ -59,11 +59,11 @@ class MomentCodec(SlotCodec):
             self.put(values, parts, first + begin)
 
     def put(self, values: Tensors, views: Tensors, first: int) -> None:
-        for number, (value, view) in enumerate(zip(values, views, strict=True)):
+        for index, (value, view) in enumerate(zip(values, views, strict=True)):
             if view.dtype == torch.float32:
                 view.copy_(value)
                 continue
-            noise = _noise(value.device, number % 2)
+            noise = _noise(value.device, index % 2)
             for begin in range(0, value.numel(), _NUM_WORDS):
                 part = value[begin : begin + _NUM_WORDS]
                 word = (self._start + first + begin) % _NUM_WORDS

@@ -11,7 +11,7 @@ encode 0, so only weight decay changes it.
 [Note: the state of one rank]
 Masters and shared slots are whole and equal on all ranks, and are in the store like other state. State that differs by rank
 (compression errors and local slots) is in this object, and in checkpoints as one row per rank, which rank 0 writes with the
-client state. At another world size each rank starts from the mean of the rows, which preserves the sum of the errors;
+client state. At a different world size each rank starts from the mean of the rows, which preserves the sum of the errors;
 server errors, whose chunks depend on the world size, start from zero.
 
 The phase of a parameter depends on its own number of updates: as with any optimizer, a step skips it if no rank has a

@@ -7,7 +7,7 @@ gradient on any rank goes through four phases:
 1. the store provides a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
 2. the gradient's rows, in memory or streamed from disk with the tile, are cast to fp32 and multiplied once by one fp32 scalar
    (1 / loss scale, and the clip factor);
-3. the kernel updates master and slots in place; slots in another format go through their codec (`SlotCodec`);
+3. the kernel updates master and slots in place; slots in a different format go through their codec (`SlotCodec`);
 4. the master is cast to the parameter's weights: its buffer, or an array that the pass writes. An fp32 master may be that
    buffer; if its slots are in a different memory, it is copied there in phase 1 and back in phase 4.
 

@@ -6,8 +6,8 @@ forward   `step()` takes the norm and fixes the step's settings: skipped or not,
           parameters, which code can read without a hook, are updated inside `step()`; all others in the background, in order,
           while the loop continues. Gathering a parameter waits for its update, in evaluation too. The next backward waits for
           the remaining updates, and so does every call that reads the state. A save pins each array once it is updated.
-backward  An update in the last backward of a step changes each parameter once its gradient is final, as far as it gets by
-          the end of that backward; `step()` continues with the others as in `forward`. It cannot be undone: clipping and loss
+backward  An update in the last backward of a step changes each parameter once its gradient is final, until the end of
+          that backward; `step()` continues with the others as in `forward`. It cannot be undone: clipping and loss
           scaling are not possible, and a gradient that is not finite leaves the state unusable until a checkpoint is loaded.
 All modes are bit-identical: they run the same `Changes`, only at different times. An error is raised, with its step's number,
 in every call that waits for the update, and the state is torn from then on. docs/design/0005-step.md lists all failures.
@@ -184,9 +184,9 @@ class Update:
             self.join()
             if self.tickets.error is not None:
                 raise self.tickets.error
-            for number, name, before, after in self._settings.differences(settings) if self._settings else ():
+            for index, name, before, after in self._settings.differences(settings) if self._settings else ():
                 raise UsageError(
-                    f"parameter group {number}: {name} was {before!r} at the backward and is {after!r} at step(), but with "
+                    f"parameter group {index}: {name} was {before!r} at the backward and is {after!r} at step(), but with "
                     '"step_overlap": "backward" the update runs in the backward: set it before engine.backward(), or '
                     + OTHER_MODES
                 )

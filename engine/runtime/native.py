@@ -188,7 +188,7 @@ _BODIES = [sum(e) for e in product((_LERP, 0), (_SQUARE_GRADIENT, _SQUARE_MOMENT
 _TAILS = [sum(e) for e in product((_LERP, 0), (_SQUARE_MOMENT, _SQUARE_GRADIENT, 0), (_DECAY, 0))]
 _WIDTHS = (8, 16, 4)
 """Sizes of torch's usual vectors on x86, of AVX-512 vectors, and of NEON vectors."""
-_HEAD, _SIZES = 4096, [1 + number % 15 for number in range(200)]
+_HEAD, _SIZES = 4096, [1 + i % 15 for i in range(200)]
 """Elements of a tensor that has only a body, and of tensors that have tails."""
 _PROBE = {"lr": 0.01, "beta2": 0.999, "weight_decay": 3.923270106315607, "eps": 1e-8}
 """`1 - lr * weight_decay` has a different value in fp32 if it is contracted."""

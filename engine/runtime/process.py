@@ -127,7 +127,7 @@ class StopSignals:
 
 
 class FrozenObjects:
-    """Freezes the existing objects until `end` of this engine, or until another is created. See [Note: the collector].
+    """Freezes the existing objects until `end` of this engine, or until a second engine is created. See [Note: the collector].
 
     Nothing is frozen with several engines, since only the collector finds an engine dropped without `close()`, nor if the
     application froze objects, since `gc` can only unfreeze all of them."""

@@ -98,7 +98,7 @@ class GradientStep:
         self.backwards = 0
         """Number of backwards in this step, including the current one."""
         self.last = False
-        """Whether the last backward of this step has begun."""
+        """Whether the last backward of this step has started."""
         self.phase = self.after_backward
         self._d2h.drop()
         self._host_buffers.clear()
@@ -145,8 +145,8 @@ class GradientStep:
 
     def _begin_squares(self) -> None:
         unsquared, self.unsquared = self.unsquared, {}
-        begun = begin_squares(list(unsquared.values()), self.transfers, one_by_one=self.rules.squares_at_once)
-        for gradient, squares in zip(unsquared, begun, strict=True):
+        squares_of = begin_squares(list(unsquared.values()), self.transfers, one_by_one=self.rules.squares_at_once)
+        for gradient, squares in zip(unsquared, squares_of, strict=True):
             gradient.sum_of_squares = squares
 
     def drain(self) -> None:
@@ -273,7 +273,7 @@ class Gradient:
                 self._spill.add(record, rows, step.sum_dtypes[record.dtype], squares)
         if self.state is GradientState.FINAL and step.on_final is not None:
             raise UsageError(
-                f"parameter {record.name!r} received a part of its gradient after its update in this backward had begun: "
+                f"parameter {record.name!r} received a part of its gradient after its update in this backward had started: "
                 f"its module is used more often than in the previous step; {OTHER_MODES}"
             )
         is_known = step.order_is_agreed or not step.arrives_in_parts  # else it may be the first of several parts

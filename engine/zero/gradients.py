@@ -148,7 +148,7 @@ class Gradients:
         if reductions is not None:
             for unit in self._arrivals.ready(remaining=True):
                 self._reduce_rows(unit, reductions)
-            # Late gradients are in no unit sent so far: ranks differ in which units they have sent before this.
+            # Late gradients are in no unit that has been sent: before this, ranks differ in which units they have sent.
             late = [gradient.record.parameter.grad is not None for gradient in gradients]
             agreed = agree_any(self._world, flags + late)
             flags, late = agreed[: len(flags)], agreed[len(flags) :]

@@ -98,7 +98,7 @@ class ShardedUnit:
     fetch: Fetch | None = None
     """The pending gather for its next use."""
     holder: nn.Module | None = None
-    """Module whose forward hook releases it; None: another hook does."""
+    """Module whose forward hook releases it; None: a different hook does."""
     called_within: set[ShardedUnit] = field(default_factory=set)
     """Units in whose forwards its module was called."""
     due: set[ParameterRecord] | None = None
@@ -168,7 +168,7 @@ class ShardedUnits:
         )
         self._overlap = config.zero.overlap_comm
         """Whether gathers run in the background."""
-        self.all = tuple(ShardedUnit(unit, number) for number, unit in enumerate(units))
+        self.all = tuple(ShardedUnit(unit, index) for index, unit in enumerate(units))
         """All units, in the order of the model."""
         self.in_use: list[ShardedUnit] = []
         """Units in use, in the order of their gathers."""
@@ -360,12 +360,12 @@ class ShardedUnits:
         schedule = self._schedules[self._kind or ""]
         if slot >= len(schedule.start):
             return []
-        return [self.all[schedule.units[number]] for number in schedule.start[slot]]
+        return [self.all[schedule.units[use]] for use in schedule.start[slot]]
 
     def _read_slots(self, slot: int) -> None:
         """Start reading the rows of this slot's gathers; on several ranks also the next slot's, for `_send_slot`."""
         slots = [slot] if self._world.world_size == 1 else [slot, slot + 1]
-        for unit in [unit for number in slots for unit in self._slot(number)]:
+        for unit in [unit for index in slots for unit in self._slot(index)]:
             if unit.fetch is None and unit.state is not UnitState.KEPT:
                 self._start(unit, ahead=True)
 
