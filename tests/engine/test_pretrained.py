@@ -189,7 +189,7 @@ def test_keys_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     message = str(raised.value)
     assert "1 missing in the files: model.layers.1.mlp.up_proj.weight\n" in message
     assert "1 unexpected in the files: model.norm.extra\n" in message
-    assert "1 of another shape: lm_head.weight (file: [7, 32], model: [96, 32])\n" in message
+    assert "1 with a different shape: lm_head.weight (file: [7, 32], model: [96, 32])\n" in message
     assert "inv_freq" not in message
     assert files_in(tmp_path) == []
 
