@@ -34,7 +34,7 @@ def _row(name: str, field: FieldInfo, section: type[Section]) -> str:
         kind = "an object, by `type`" if key in section.variants else "an object"
         return f"| `{name}` | {kind} | | {_cell(inner.__doc__ or '')} |"
     also = [f"`{spelling}`" for spelling, target in section.renames.items() if target == key]
-    text = description(section, key) + (f" Also written {', '.join(also)}." if also else "")
+    text = description(section, key) + (f" Also accepted as {', '.join(also)}." if also else "")
     return f"| `{name}` | {_cell(expected(type_of(field)))} | {_cell(_default(field))} | {_cell(text)} |"
 
 

@@ -117,10 +117,10 @@ _TORCH_ARGUMENTS: Mapping[str, tuple[Any, str]] = {
     "betas": (Betas | Auto, "Decay rates of the two moments."),
     "eps": (Real | Auto, "Added to the denominator."),
     "weight_decay": (Real | Auto, "Weight decay, as part of the gradient."),
-    "momentum": (Real, "Momentum; 0: none is kept."),
+    "momentum": (Real, "Momentum; 0: no momentum is stored."),
     "dampening": (Real, "Dampening of the momentum."),
-    "nesterov": (Bool, "Nesterov's momentum; needs momentum, and no dampening."),
-    "lr_decay": (Real, "The rate is lr / (1 + (step - 1) x lr_decay)."),
+    "nesterov": (Bool, "Use Nesterov momentum; needs momentum, and no dampening."),
+    "lr_decay": (Real, "The learning rate is lr / (1 + (step - 1) x lr_decay)."),
     "initial_accumulator_value": (Real, "Initial value of the sum of squares."),
     "alpha": (Real, "Decay rate of the mean of squares."),
     "centered": (Bool, "Divide by an estimate of the variance, for which the mean of gradients is stored too."),
@@ -252,7 +252,7 @@ class WarmupDecayLRParams(WarmupLRParams):
     """The rate rises from the minimum to the maximum, then falls back linearly."""
 
     total_num_steps: Positive | Auto
-    """Step from which the rate is at its minimum. "auto": the caller's value, as from `zstore train`; it has no default."""
+    """Step from which the rate is at its minimum. "auto": the caller's value, as from `zstore train`; there is no default."""
     warmup_max_lr: Rates | Auto | None = option(0.001)
     """Learning rate after the warm-up. "auto": the optimizer's lr."""
 
@@ -261,7 +261,7 @@ class WarmupCosineLRParams(WarmupParams):
     """The rate rises to the lr of each group, then falls along half a cosine wave. It is 0 at the first step."""
 
     total_num_steps: Positive | Auto
-    """Step at which the rate reaches its minimum. "auto": the caller's value, as from `zstore train`; it has no default."""
+    """Step at which the rate reaches its minimum. "auto": the caller's value, as from `zstore train`; there is no default."""
     warmup_min_ratio: Real = option(0.0)
     """Fraction of the group's lr at the second step, at which the warm-up begins."""
     cos_min_ratio: Real = option(0.0001)

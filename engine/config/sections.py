@@ -211,8 +211,8 @@ class OffloadOptimizerSection(OffloadSection):
     3."""
 
     buffer_count: Positive = option(8)
-    """Buffers of `buffer_size` for state in transit, shared by all arrays of an update. They take at most half of the
-    host budget, by default an eighth or 64 MiB. Too few buffers lead to small requests, never to an error."""
+    """Number of buffers of `buffer_size` for state in transit, shared by all arrays of an update. They take at most half
+    of the host budget, by default an eighth or 64 MiB. Too few buffers lead to small requests, never to an error."""
     buffer_size: Positive = option(4 * 1024 * 1024)
     """Elements of one buffer, 4 bytes each; not in DeepSpeed. Disk requests are no larger than a buffer, or than
     aio.block_size."""
@@ -346,15 +346,15 @@ class ZstoreSection(Section):
     """Verify the crc32c of every chunk read from disk, which takes less than a tenth of a core per GB/s."""
     keep: Rules | None = option(None)
     """Checkpoints of this run to retain when a new one is saved: the number of newest ones, or an object of rules, any of
-    which retains a checkpoint. "last": number of newest ones (1). "every": steps that are a multiple of it. "best": the
+    which retains a checkpoint. "last": number of newest ones (1). "every": steps divisible by this number. "best": the
     best by a metric such as "loss:min", from `save_checkpoint(metrics=...)` or the client's state. "tags": list of names
     or patterns. Unset: all."""
     storage_options: Options | None = option(None)
-    """Options of the fsspec file system for saving to and loading from URLs. Unset: from the environment, where
-    credentials belong. See docs/remote.md."""
+    """Options of the fsspec file system for saving to and loading from URLs. Unset: read from the environment, which is
+    the place for credentials. See docs/remote.md."""
     upload_folder: Folder | None = option(None)
     """Folder in which each rank stages files for a URL until they are uploaded in the background. Unset: next to the first
-    nvme_path, so that state on disk is linked instead of copied, else in the user's cache folder."""
+    nvme_path, so that state on disk is linked instead of copied, or else in the user's cache folder."""
     journal: Annotated[Literal["auto", False], Expects('"auto" or false')] | Folder = option("auto")
     """Where rank 0 writes the run's journal, with a line of JSON per step, save and load. "auto": next to the checkpoints,
     as `journal-<run id>.jsonl`. A path: in that folder. false: no journal. See docs/metrics.md."""
