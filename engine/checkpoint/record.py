@@ -351,7 +351,7 @@ def resumed_batch(training: Training, saved: Mapping[str, Any], *, saved_world_s
     if total % (micro * world_size):
         fitting = next((size for size in range(micro, 0, -1) if total % (size * world_size) == 0), None)
         advice = (
-            f'set "train_micro_batch_size_per_gpu": {fitting}, {total // (fitting * world_size)} per step; with the Trainer, '
+            f'set "train_micro_batch_size_per_gpu": {fitting} ({total // (fitting * world_size)} per step) to keep it; with the Trainer, '
             f"per_device_train_batch_size x gradient_accumulation_steps must be {total // world_size}"
             if fitting is not None
             else f"no micro-batch size works with {world_size} ranks; the batch can be divided among "

@@ -218,21 +218,18 @@ class Config:
                 "none",
                 'is treated as "none": at stages 0 and 1 gradients are reduced once per step, after the backward',
             )
-        text = ""
+        notice = ""
         if mode == "backward" and (self.gradient_clipping > 0 or self.non_finite_gradients != "error"):
             mode = "forward"
-            text = (
+            notice = (
                 'is treated as "forward": clipping and the check for finite values need all gradients before any update'
             )
         if mode == "forward" and not (self.stage == 3 and (self.world_size > 1 or self.offload_param.device != "none")):
-            mode, text = (
-                "none",
-                (
-                    'is treated as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) '
-                    "can be updated in the background after step()"
-                ),
+            return "none", (
+                'is treated as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) '
+                "can be updated in the background after step()"
             )
-        return mode, text
+        return mode, notice
 
     @property
     def pin_memory(self) -> bool:

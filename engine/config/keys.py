@@ -339,7 +339,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ZeroSection", "stage3_allgather_sequential", Bool, False,
      "a unit is gathered as a whole; to lower peak memory, lower stage3_max_live_parameters"),
     ("ZeroSection", "zero_quantized_nontrainable_weights", Bool, False,
-     "frozen weights stay in the model's compute type"),
+     "frozen weights stay in the model's compute type, and take its memory"),
     ("ZeroSection", "log_trace_cache_warnings", Bool, False,
      "nothing is logged; engine.statistics().units.orders counts the recorded module orders"),
     ("Fp16Section", "fp16_master_weights_and_grads", Bool, False, _FP32),

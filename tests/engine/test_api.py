@@ -284,7 +284,7 @@ def _resume(rank: int, folder: str, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("total", "micro", "advice"),
     [
-        (6, 6, r'world sizes that work are 1; set "train_micro_batch_size_per_gpu": 3, 1 per step'),
+        (6, 6, r'world sizes that work are 1; set "train_micro_batch_size_per_gpu": 3 \(1 per step\) to keep it'),
         (3, 2, r"no micro-batch size works with 2 ranks; the batch can be divided among 1, 3"),
     ],
 )

@@ -150,7 +150,7 @@ def test_the_batch_to_choose_is_named() -> None:
         boundary_override=None, batch=BatchSizes(train_batch_size=16, micro_batch_size=8, accumulation_steps=1)
     )
     training: Any = SimpleNamespace(world=SimpleNamespace(world_size=2), accumulation=accumulation)
-    micro, trainer = '"train_micro_batch_size_per_gpu": 4, 1 per step', "gradient_accumulation_steps must be 4"
+    micro, trainer = '"train_micro_batch_size_per_gpu": 4 .1 per step. to keep it', "accumulation_steps must be 4"
     with pytest.raises(CheckpointMismatchError, match=f"{micro}.*{trainer}"):
         resumed_batch(training, {"train_batch_size": 8}, saved_world_size=1)
 
