@@ -49,10 +49,10 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_775,
+        53_769,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_119),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_504),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_115),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_502),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_051),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_000),
@@ -60,7 +60,7 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_000),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        19_611,
+        19_607,
     ),
     "files of the core": (lambda: len(_layout().core), 25),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 6_949),
