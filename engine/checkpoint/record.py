@@ -351,8 +351,8 @@ def resumed_batch(training: Training, saved: Mapping[str, Any], *, saved_world_s
     if total % (micro * world_size):
         fitting = next((size for size in range(micro, 0, -1) if total % (size * world_size) == 0), None)
         advice = (
-            f'set "train_micro_batch_size_per_gpu": {fitting} ({total // (fitting * world_size)} per step) to keep it; with the Trainer, '
-            f"per_device_train_batch_size x gradient_accumulation_steps must be {total // world_size}"
+            f'set "train_micro_batch_size_per_gpu": {fitting} ({total // (fitting * world_size)} per step) to keep it; with '
+            f"the Trainer, per_device_train_batch_size x gradient_accumulation_steps must be {total // world_size}"
             if fitting is not None
             else f"no micro-batch size works with {world_size} ranks; the batch can be divided among "
             f"{', '.join(str(n) for n in range(1, min(total, _MAX_RANKS) + 1) if total % n == 0)}"

@@ -198,7 +198,9 @@ def test_a_parameter_is_frozen_before_the_first_backward(world_size: int, stage:
 
 
 def test_a_lazy_module_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UsageError, match=r"'0\.weight' has no shape before the first batch.*call the model with one"):
+    with pytest.raises(
+        UsageError, match=r"'0\.weight' has no shape before the first batch.*call the model with a batch"
+    ):
         start_linear(nn.Sequential(nn.LazyLinear(4)))
     model = nn.Sequential(nn.LazyLinear(4))
     model(torch.ones(1, 8))
@@ -284,7 +286,7 @@ def _resume(rank: int, folder: str, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("total", "micro", "advice"),
     [
-        (6, 6, r'world sizes that work are 1; set "train_micro_batch_size_per_gpu": 3 \(1 per step\) to keep it'),
+        (6, 6, r'world sizes that work are 1; set "train_micro_batch_size_per_gpu": 3 (1 per step) to keep it'),
         (3, 2, r"no micro-batch size works with 2 ranks; the batch can be divided among 1, 3"),
     ],
 )
