@@ -78,7 +78,7 @@ _STATUS = {Status.REFUSED: "refused", Status.NOT_IMPLEMENTED: "not implemented",
 
 def missing_keys() -> str:
     """Return the table of the keys without effect; keys with the same reason share a row."""
-    lines = ["", "| key | status | |", "|---|---|---|"]
+    lines = ["", "| key | status | reason |", "|---|---|---|"]
     for status, shown in _STATUS.items():
         reasons: dict[str, list[str]] = {}
         for path, field in known_keys(ConfigSections):
