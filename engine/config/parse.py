@@ -124,7 +124,7 @@ class _Reader:
         self, kind: type[Section], raw: object, path: str = "", written: str = "", siblings: Variants | None = None
     ) -> Section | None:
         """Return the section in `raw`, at `path`; None if it is not an object or lacks a required key. `siblings` are the
-        variants it was selected from."""
+        variants from which it was selected."""
         try:
             raw_values = self._values_by_name(kind, raw)
         except ValueError as error:
@@ -185,7 +185,7 @@ def _dotted(outer: str, name: str) -> str:
 
 
 def parse(raw: Mapping[str, Any]) -> tuple[ConfigSections, list[Notice], Mapping[str, str]]:
-    """Return the settings in `raw` (meaningless if there are errors), all notices, and the path as written of each key that
+    """Return the settings in `raw` (invalid if there are errors), all notices, and the path as written of each key that
     is set, by its dotted path."""
     reader = _Reader()
     read = reader.section(ConfigSections, raw)
@@ -218,7 +218,7 @@ def _effect(setting: Setting, settings: ConfigSections, written: str) -> Notice:
 
 
 def _is_consequence(notice: Notice, invalid_keys: set[str]) -> bool:
-    """Return whether an error may result from another one: one of its keys, or a key in its section, is invalid."""
+    """Return whether an error may result from a previous one: one of its keys, or a key in its section, is invalid."""
     contains_invalid = len(notice.keys) == 1 and any(key.startswith(f"{notice.keys[0]}.") for key in invalid_keys)
     return notice.is_error and (contains_invalid or not invalid_keys.isdisjoint(notice.keys))
 

@@ -20,14 +20,14 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, kw_only=True)
 class ResolveContext:
-    """Facts from the caller of `initialize` that a config may leave open. None means unknown."""
+    """Facts from the caller of `initialize` that a config may leave unspecified. None means unknown."""
 
     world_size: int
     """Ranks of the run."""
     hidden_size: int | None = None
     """Width of the model, for the sizes of buckets."""
     native: Collection[str] = ()
-    """The 16-bit types, "bf16" and "fp16", that the device supports natively, for "auto"."""
+    """The 16-bit dtypes, "bf16" and "fp16", that the device supports natively, for "auto"."""
     client_optimizer: bool = False
     """An optimizer was passed, which replaces the config's section."""
     optimizer_name: str = ""
@@ -87,7 +87,7 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
     if train != product:
         raise ValueError(
             f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
-            f"{accumulation} x world size {world_size} = {product}; change one, or leave one out"
+            f"{accumulation} x world size {world_size} = {product}; change one, or omit one"
         )
     return BatchSizes(train_batch_size=train, micro_batch_size=micro, accumulation_steps=accumulation)
 
@@ -132,8 +132,8 @@ def open_keys(settings: ConfigSections) -> dict[str, FieldInfo]:
 
 
 def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, bool]:
-    """Return which 16-bit type is on: among those set to "auto", the first that the device supports natively,
-    preferring bf16; none if the config sets the other one."""
+    """Return which 16-bit dtype is enabled: among those set to "auto", the first that the device supports natively,
+    preferring bf16; none if the config enables the other one."""
     bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
     if bf16 == "auto":
         bf16 = "bf16" in context.native and fp16 is not True
@@ -146,7 +146,7 @@ def precision_note(
     settings: ConfigSections, chosen: str, native: Collection[str], device: str
 ) -> tuple[int, str] | None:
     """Return level and text of a log line about the config's precision: what "auto" selected and why, or a warning about a
-    type for which the device ("CPU" or "GPU") has no instructions."""
+    dtype for which the device ("CPU" or "GPU") has no instructions."""
     switches = {"bf16": settings.bf16.enabled, "fp16": settings.fp16.enabled}
     if True in switches.values():
         if chosen in native:
@@ -292,7 +292,7 @@ def read_auto_values(given: Mapping[str, Any] | None) -> dict[str, Any]:
         try:
             key, auto_value = _read(written, value)
             if auto_values.setdefault(key, auto_value) != auto_value:
-                raise ValueError(f"it is given twice, as {show(auto_values[key])} and as {show(auto_value)}; keep one")
+                raise ValueError(f"given twice, as {show(auto_values[key])} and as {show(auto_value)}; keep one")
         except ValueError as error:
             problems.append(f"{written}: {error}")
     if problems:

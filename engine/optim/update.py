@@ -1,4 +1,4 @@
-"""The updates of a run: when each begins, who waits for it, and whether the state is consistent.
+"""The updates of a run: when they begin, what waits for them, and whether the state is consistent.
 
 [Note: step modes]
 none      `step()` takes the norm and updates everything before it returns.
@@ -9,7 +9,7 @@ forward   `step()` takes the norm and fixes the step's settings: skipped or not,
 backward  An update in the last backward of a step changes each parameter once its gradient is final, until the end of
           that backward; `step()` continues with the others as in `forward`. It cannot be undone: clipping and loss
           scaling are not possible, and a gradient that is not finite leaves the state unusable until a checkpoint is loaded.
-All modes are bit-identical: they run the same `Changes`, only at different times. An error is raised, with its step's number,
+All modes are bit-identical: they run the same `Changes`, just at different times. An error is raised, with its step's number,
 in every call that waits for the update, and the state is torn from then on. docs/design/0005-step.md lists all failures.
 
 [Note: which state is consistent]
@@ -51,7 +51,7 @@ _log = logging.getLogger("zstore")
 MIN_PENDING_BYTES = 32 * 1024 * 1024
 """Bytes of gradients that may always wait for an update in the backward, besides those of offloaded state."""
 _MAX_PENDING_UNITS = 2
-"""This many times the gradients of the largest unit may wait too, if that is more."""
+"""If it is more, this many times the largest unit's gradients may wait instead."""
 
 
 class StepMode(Enum):
@@ -66,10 +66,10 @@ class StepMode(Enum):
 
 
 class UpdatePhase(Enum):
-    """State of the update's thread."""
+    """State of the update thread."""
 
     IDLE = "idle"
-    """It has no update."""
+    """It runs no update."""
     IN_BACKWARD = "in backward"
     """It updates parameters whose gradients are final, until `step()` ends this phase."""
     IN_BACKGROUND = "in background"
@@ -158,7 +158,7 @@ class Update:
         return self.state.planned((Update, *records), divide)
 
     def _not_started(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
-        """Return the `records` that no backward has updated."""
+        """Return the `records` that no update in a backward has changed."""
         return [r for r in records if (ticket := self.tickets.by_record.get(r)) is None or not ticket.has_started]
 
     def read_ahead(self) -> None:
@@ -186,7 +186,7 @@ class Update:
                 raise self.tickets.error
             for index, name, before, after in self._settings.differences(settings) if self._settings else ():
                 raise UsageError(
-                    f"parameter group {index}: {name} was {before!r} at the backward and is {after!r} at step(), but with "
+                    f"parameter group {index}: {name} was {before!r} in the backward and is {after!r} at step(), but with "
                     '"step_overlap": "backward" the update runs in the backward: set it before engine.backward(), or '
                     + OTHER_MODES
                 )
@@ -241,7 +241,7 @@ class Update:
         self.tickets.end(error, forget=not in_backward)
 
     def join(self) -> None:
-        """Wait until the thread has ended its update. Ctrl-C ends only the wait: the next call waits again."""
+        """Wait until the thread has finished its update. Ctrl-C interrupts only the wait: the next call waits again."""
         if self._running is not None:
             self._running.wait_for_end()
             self._running = None
@@ -259,7 +259,7 @@ class Update:
                 self.agree()
 
     def agree(self) -> None:
-        """Raise on every rank the error that ended the update in the background on any (all ranks)."""
+        """Raise on every rank the error that ended the update in the background on any of them (all ranks)."""
         if self._is_agreed:
             return
         self._is_agreed, error = True, None  # an update in the backward only starts if the previous one succeeded here
@@ -279,7 +279,7 @@ class Update:
         self.phase, self._is_agreed = UpdatePhase.IDLE, True
 
     def close(self) -> None:
-        """End the thread, and remove the hooks from the modules."""
+        """Stop the thread, and remove the hooks from the modules."""
         # First: an update that waits for a backward would never end.
         self.abandon()
         self.join()
@@ -295,7 +295,7 @@ class Update:
     def start_in_backward(self, settings: StepSettings) -> None:
         """Start an update in step mode `backward`, before the backward; it takes each record once its gradient is final.
 
-        If the previous update failed on this rank, this starts none; all ranks raise its error after the backward.
+        If the previous update failed on this rank, this call starts none; all ranks raise its error after the backward.
         """
         if self.is_in_backward:
             raise UsageError(
@@ -327,13 +327,13 @@ class Update:
         self.tickets.put(pending, num_unchecked, last_read)
 
     def end_backward(self) -> None:
-        """Stop an update in the backward from taking further records."""
+        """Keep an update in the backward from starting on further records."""
         if self.is_in_backward:
             self.tickets.close()
             self._gradients.step.on_final = None
 
     def _admit(self, record: ParameterRecord, wait: bool) -> bool:
-        """Return whether a gradient is final; with `wait`, block until it is or the backward ends (update's thread)."""
+        """Return whether a gradient is final; with `wait`, block until it is or the backward ends (update thread)."""
         ticket = self.tickets.find(record, wait=wait)
         if ticket is None or ticket.has_started:
             return ticket is not None

@@ -165,7 +165,7 @@ def link_statistics(
     read_stalls = {"not read yet": store.read_wait_s, "no free buffer": store.pool_wait_s}
     write_stalls = {
         "not written yet": store.write_wait_s,
-        "pass not begun": store.pin_wait_s,  # for a save to release a shard, or for the file of a new version
+        "pass not begun": store.pin_wait_s,  # waits for a save to release a shard, or for a new version's file
         "queue full": store.queue.blocked_s,
     }
     io_links = {

@@ -1,4 +1,4 @@
-"""Creates a run: opens the store, lays the model out over ranks and tiers, and connects the parts."""
+"""Creates a run: opens the store, distributes the model over ranks and tiers, and connects the parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wire(
 ) -> Training:
     """Return the run of `model` that the config describes (all ranks); the model is changed in place.
 
-    `files` accesses the run's disks, and `streams` run copies between host and device.
+    `files` accesses the run's disks; `streams` run the copies between host and device.
     """
     offloads_parameters = config.offload_param.device != "none"
     sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
@@ -100,7 +100,7 @@ def wire(
         rules = _gradient_rules(state, plan, config, sharding, world, exchanges)
         gradients = Gradients(
             units,
-            # These get gradients that are not needed.
+            # These receive gradients that are not needed.
             [record.parameter for record in state.records if record.group is None],
             world,
             rules,
@@ -140,7 +140,7 @@ def _gradient_rules(
 ) -> GradientRules:
     on_host = {record for record in state.scalars if plan.placements[record.name].gradient == "host"}
     in_backward = StepMode(config.step_overlap) is StepMode.BACKWARD
-    # Without other ranks, gradients for host memory are copied from the device as they arrive.
+    # On a single rank, gradients for host memory are copied from the device as they arrive.
     leave_device = bool(state.spilled) or (bool(on_host) and not state.transfers.streams.device_is_host)
     by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leave_device))
     each_backward = by_unit and not config.frozen
@@ -150,7 +150,7 @@ def _gradient_rules(
         scatter=sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters),
         overlap=config.zero.overlap_comm or sharding.parameters,
         types=gradient_types(config, world.world_size, PRECISIONS),
-        # Gradients on disk pass through host memory, so that sums of squares have the same bits wherever gradients wait.
+        # Gradients on disk pass through host memory, so that sums of squares are bit-identical wherever gradients wait.
         to_host=frozenset(on_host.union(state.spilled) if each_backward else ()),
         spills=agree_any(world, [bool(state.spilled)])[0],
         keeps_rows=each_backward and config.offload_optimizer.device == "none" and world.world_size > 1,

@@ -322,7 +322,7 @@ def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> 
         engine.save_checkpoint(str(tmp_path))
         engine.backward(engine(*data(1)))
         engine.optimizer.param_groups[0]["lr"] = 0.5
-        with pytest.raises(UsageError, match=r"group 0: lr was .* at the backward and is 0.5 at step\(\)"):
+        with pytest.raises(UsageError, match=r"group 0: lr was .* in the backward and is 0.5 at step\(\)"):
             engine.step()
         with pytest.raises(UsageError, match="the state is inconsistent"):
             step(engine)
