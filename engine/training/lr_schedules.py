@@ -35,8 +35,8 @@ _BETA2 = 0.99
 
 
 class NamedSchedule(LRScheduler):
-    """The common part of the schedules: the position, and the resulting settings of the groups. A subclass sets up its
-    formula before it calls this `__init__`, which gives the groups the settings of the first step."""
+    """Base class of the schedules: the position, and the groups' resulting settings. A subclass sets up its formula before it
+    calls this `__init__`, which applies the first step's settings to the groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.engine_advances = False
@@ -45,7 +45,7 @@ class NamedSchedule(LRScheduler):
         without_initial = [group for group in optimizer.param_groups if "initial_lr" not in group]
         super().__init__(optimizer)
         for group in without_initial:
-            # torch adds it for its own formulas; it is not a setting to save in a checkpoint.
+            # torch adds it for its own formulas; it is not a setting to be saved in a checkpoint.
             del group["initial_lr"]
 
     def _initial_step(self) -> None:
@@ -102,15 +102,15 @@ def _per_group(optimizer: torch.optim.Optimizer, params: SchedulerParams, name: 
     return list(value)
 
 
-def _interpolate(start: Sequence[float], stop: Sequence[float], share: float) -> list[float]:
-    return [low + (high - low) * share for low, high in zip(start, stop, strict=True)]
+def _interpolate(start: Sequence[float], stop: Sequence[float], fraction: float) -> list[float]:
+    return [low + (high - low) * fraction for low, high in zip(start, stop, strict=True)]
 
 
 class _Warmup(NamedSchedule):
-    """A schedule that begins with a warm-up, in which a share rises from `_min_share` to 1, as log(s + 1) / log(n) or s / n at
-    iteration s < n. At the first step the share is 0."""
+    """A schedule that begins with a warm-up, in which a fraction rises from `_min_fraction` to 1, as log(s + 1) / log(n) or s / n
+    at iteration s < n. At the first step the fraction is 0."""
 
-    _min_share = 0.0
+    _min_fraction = 0.0
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: WarmupParams) -> None:
         self._warmup_steps = self._total_steps = max(2, int(params.warmup_num_steps))
@@ -125,17 +125,17 @@ class _Warmup(NamedSchedule):
             )
         super().__init__(optimizer)
 
-    def _share(self) -> float:
+    def _fraction(self) -> float:
         step, steps = self.last_batch_iteration, self._warmup_steps
         if step < 0:
             return 0.0
         if step >= steps:
-            return self._share_after_warmup(step)
+            return self._fraction_after_warmup(step)
         progress = 1.0 / math.log(steps) * math.log(step + 1) if self._warmup_type == "log" else step / steps
-        return self._min_share + progress * (1.0 - self._min_share)
+        return self._min_fraction + progress * (1.0 - self._min_fraction)
 
-    def _share_after_warmup(self, step: int) -> float:
-        """Return the share after the warm-up."""
+    def _fraction_after_warmup(self, step: int) -> float:
+        """Return the fraction after the warm-up."""
         return 1.0
 
 
@@ -154,13 +154,13 @@ class WarmupLR(_Warmup):
         super().__init__(optimizer, params)
 
     def get_lr(self) -> list[Any]:
-        return _interpolate(self._min_lr, self._max_lr, self._share())
+        return _interpolate(self._min_lr, self._max_lr, self._fraction())
 
 
 class WarmupDecayLR(WarmupLR):
     """Like WarmupLR; after the warm-up the distance to `warmup_min_lr` falls linearly to 0 at `total_num_steps`."""
 
-    def _share_after_warmup(self, step: int) -> float:
+    def _fraction_after_warmup(self, step: int) -> float:
         return max(0.0, float(self._total_steps - step) / max(1.0, self._total_steps - self._warmup_steps))
 
 
@@ -170,14 +170,14 @@ class WarmupCosineLR(_Warmup):
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: WarmupCosineLRParams) -> None:
         self._base_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self._min_share, self._final_ratio = params.warmup_min_ratio, params.cos_min_ratio
+        self._min_fraction, self._final_ratio = params.warmup_min_ratio, params.cos_min_ratio
         super().__init__(optimizer, params)
 
     def get_lr(self) -> list[Any]:
-        ratio = self._share()
+        ratio = self._fraction()
         return [lr * ratio for lr in self._base_lr]
 
-    def _share_after_warmup(self, step: int) -> float:
+    def _fraction_after_warmup(self, step: int) -> float:
         progress = min(1.0, (step - self._warmup_steps + 1) / max(1, self._total_steps - self._warmup_steps))
         return max(0.0, self._final_ratio + (1.0 - self._final_ratio) * ((1 + math.cos(math.pi * progress)) / 2))
 
@@ -232,8 +232,8 @@ class OneCycle(NamedSchedule):
         return [low / decay for low in self._min_lr]
 
     def _height(self, steps: int) -> float:
-        """Return the height of the cycle after this many steps, from 0 to 1: a rise and a fall, each linear, or in stairs if
-        their number is above 0."""
+        """Return the height of the cycle after this many steps, from 0 to 1: it rises and falls, linearly or, if their number
+        is positive, in stairs."""
         peak = self._first / self._total_steps
         phase = 1.0 + steps / self._total_steps - math.floor(1 + steps / self._total_steps)
         stairs = self._first_stairs if phase <= peak else self._second_stairs
@@ -272,7 +272,7 @@ class OneCycle(NamedSchedule):
 
 class LRRangeTest(NamedSchedule):
     """The learning rate grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` times that in every interval of
-    `lr_range_test_step_size` steps, without end: for finding the largest rate that trains."""
+    `lr_range_test_step_size` steps, indefinitely: to find the largest learning rate that still trains."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: LRRangeTestParams) -> None:
         self._min_lr = _per_group(optimizer, params, "lr_range_test_min_lr")
@@ -304,7 +304,7 @@ def named_schedule(section: SchedulerSection, optimizer: torch.optim.Optimizer) 
 
 
 class LRSchedule:
-    """Advances the engine's scheduler and keeps its state: one of ours, or one of torch's."""
+    """Advances the engine's scheduler, one of ours or torch's, and saves and loads its state."""
 
     def __init__(self, scheduler: Any) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
