@@ -148,7 +148,7 @@ class Config:
 
     @property
     def moment_type(self) -> Moments:
-        """Type of the optimizer's moments, of which a frozen engine has none."""
+        """Dtype of the optimizer's moments; a frozen engine has none."""
         section = self.settings.optimizer
         requests_bf16 = self.settings.bf16.bf16_optimizer_states
         requests_bf16 = requests_bf16 or (section is not None and not section.params.fp32_optimizer_states)

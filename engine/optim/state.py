@@ -191,7 +191,7 @@ class OptimizerState:
         return record in self._own_masters
 
     def whole_master(self, record: ParameterRecord) -> torch.Tensor:
-        """Return the memory of the fp32 master of a parameter whose whole state is on the device, 1-D [numel]."""
+        """Return the fp32 master of a parameter whose whole state is on the device, 1-D [numel]."""
         return record.full if self.is_master(record) else as_torch(self.store.memory(model_array(record.name)))
 
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:

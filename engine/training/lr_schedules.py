@@ -232,8 +232,8 @@ class OneCycle(NamedSchedule):
         return [low / decay for low in self._min_lr]
 
     def _height(self, steps: int) -> float:
-        """Return the height of the cycle after this many steps, from 0 to 1: it rises and falls, linearly or, if their number
-        is positive, in stairs."""
+        """Return the height of the cycle after this many steps, from 0 to 1: it rises and falls, each linearly or, if their
+        number is positive, in stairs."""
         peak = self._first / self._total_steps
         phase = 1.0 + steps / self._total_steps - math.floor(1 + steps / self._total_steps)
         stairs = self._first_stairs if phase <= peak else self._second_stairs

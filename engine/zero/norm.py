@@ -44,7 +44,7 @@ class SumOfSquares:
     _values: torch.Tensor | None
     """Elements in host memory."""
     _norm: torch.Tensor | Copy | None = None
-    """The norm of values on a device, or the copy of several norms, of which it has index `_index`."""
+    """The norm of values on a device, or the copy of several norms, among which it has index `_index`."""
     _index: int = 0
     _sum: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
