@@ -107,8 +107,8 @@ def _interpolate(start: Sequence[float], stop: Sequence[float], fraction: float)
 
 
 class _Warmup(NamedSchedule):
-    """A schedule that begins with a warm-up, in which a fraction rises from `_min_fraction` to 1, as log(s + 1) / log(n) or s / n
-    at iteration s < n. At the first step the fraction is 0."""
+    """A schedule that begins with a warm-up, in which a fraction rises from `_min_fraction` to 1, as log(s + 1) / log(n) or
+    s / n at iteration s < n. At the first step the fraction is 0."""
 
     _min_fraction = 0.0
 
