@@ -38,7 +38,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 class Fp16Section(Section):
-    """fp16 parameters and gradients, fp32 masters, with a scaled loss. Not together with bf16."""
+    """fp16 parameters and gradients, fp32 master weights, and a scaled loss. Cannot be combined with bf16."""
 
     switch = "enabled"
 
@@ -70,7 +70,7 @@ class Fp16Section(Section):
 
 
 class Bf16Section(Section):
-    """bf16 parameters and gradients, fp32 masters. Not together with fp16."""
+    """bf16 parameters and gradients, and fp32 master weights. Cannot be combined with fp16."""
 
     switch = "enabled"
 
@@ -310,7 +310,7 @@ class ZeroSection(Section):
     device memory as the parameters divided by this number. 0 and 1: no copy."""
     zero_quantized_weights: Bool = option(False, stages=(3,))
     """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte per element plus 4 bytes per 256 elements, about
-    half of bf16. A rank's own rows, masters and checkpoints stay exact. Biases, norms, parameters below the persistence
+    half of bf16. A rank's own rows, master weights and checkpoints stay exact. Biases, norms, parameters below the persistence
     threshold and the copy of `zero_hpz_partition_size` are sent in their own type. Off by default: it changes results."""
     zero_quantized_gradients: Bool = option(False, stages=(2, 3))
     """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; 8-bit with
