@@ -291,7 +291,7 @@ class Engine(nn.Module):
 
     def require_parameters(self) -> None:
         """Raise UsageError if the engine no longer trains the model's parameters, for instance after one was replaced."""
-        if not self.access.guard.open_blocks:  # gather may assign parameters other memory
+        if not self.access.guard.open_blocks:  # gather may assign parameters different storage
             self.access.guard.check()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

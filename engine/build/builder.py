@@ -2,7 +2,7 @@
 
 [Note: a released parameter]
 Its rows are in the array `building/<number>`, in the dtype in which it was built, and the parameter is a view of one NaN,
-like an engine's released parameter (see [Note: the memory of a parameter]). Each has its own NaN, which identifies it. The
+like an engine's released parameter (see [Note: the storage of a parameter]). Each has its own NaN, which identifies it. The
 previous storage is not changed, so other references to it stay valid.
 
 Any parameter may be released at any time, the least recently used first, since any access within the block of `zstore.Init`
@@ -261,7 +261,7 @@ class Builder:
                 self.release(built, parameter)
 
     def release(self, built: BuiltParameter, parameter: nn.Parameter) -> None:
-        """Write this rank's rows to the store, and free the memory."""
+        """Write this rank's rows to the store, and free the values."""
         values = plain_memory(parameter.data).view(-1)
         if self.world.world_size > 1 and self.from_rank_0:
             self.world.broadcast(values)
@@ -446,7 +446,7 @@ def _use_count(parameter: nn.Parameter) -> int:
 
 
 _SOLE_USE_COUNT = _use_count(nn.Parameter(torch.empty(1)))
-"""Use count of memory that only one parameter uses: one in torch 2.9, two in 2.13."""
+"""Use count of a storage that only one parameter uses: one in torch 2.9, two in 2.13."""
 
 
 _builders: weakref.WeakSet[Builder] = weakref.WeakSet()

@@ -52,7 +52,7 @@ def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: to
     `config.json`, or a function without arguments that builds the model. `config` is the config of `initialize`: large
     parameters go directly to its tier for them, as with `zstore.Init`, and only this rank's rows are read. Without one,
     several ranks shard them in host memory, and a single rank keeps them whole. `dtype` is the parameters' floating-point
-    type, by default each tensor's type in its file.
+    dtype, by default each tensor's dtype in its file.
 
     Memory: the small parameters, the buffers, and one tensor at a time. Until the model is passed to `initialize`, a large
     parameter reads as NaN outside of `zstore.gather`.

@@ -8,7 +8,7 @@ steps run over tiles. `register` adds further rules, such as those in `engine/ex
 An optimizer that is not known to update each element independently cannot run over tiles. If every rank's device has
 all state (stage 0 without offload) the client's own object takes the step. Meanwhile each parameter with a gradient is
 its fp32 master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast into the
-parameter's memory. The object keeps its state itself, which may have any shape; a checkpoint stores it with the client's
+parameter. The object keeps its state itself, which may have any shape; a checkpoint stores it with the client's
 state, by parameter name. Every rank takes the same step.
 """
 

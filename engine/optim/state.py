@@ -187,7 +187,7 @@ class OptimizerState:
         return make_grid(stored_shape(shape), record.world_size if self.is_sharded else 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
-        """Return whether the fp32 master is the parameter itself, in its memory or in the store."""
+        """Return whether the fp32 master is the parameter itself, in its own tensor or in the store."""
         return record in self._own_masters
 
     def whole_master(self, record: ParameterRecord) -> torch.Tensor:

@@ -170,7 +170,7 @@ class Update:
             self._prefetched.read_ahead(self.state.store)
 
     def drop_prefetched(self) -> None:
-        """Free the memory of prefetched state that was not used."""
+        """Free the buffers of prefetched state that was not used."""
         while self._prefetched is not None and self._prefetched.started:
             self._prefetched.started.pop().drop()
         self._prefetched = None

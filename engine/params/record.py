@@ -1,6 +1,6 @@
 """A record for each parameter: its name, its rows, its buffers.
 
-[Note: the memory of a parameter]
+[Note: the storage of a parameter]
 `full` is a 1-D alias of the gathered values: writing through it does not increment the parameter's version, so autograd
 accepts tensors saved earlier. When a sharded parameter (stage 3) is released, that storage is resized to zero, and
 gathering fills the same storage again, since saved tensors alias it. If all rows are stored in memory on which the device
@@ -35,7 +35,7 @@ from zstore.io import advise_huge_pages
 from zstore.io.memory import dtype_name
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Name of a precision in a config -> torch data type."""
+"""Name of a precision in a config -> torch dtype."""
 OTHER_MODES = 'set "step_overlap" to "forward" or "none" in the config\'s section "zstore"'
 """Advice in errors specific to step mode `backward`, which "auto" may have chosen."""
 
@@ -83,14 +83,14 @@ class ParameterRecord:
     group: int | None
     """Index of its parameter group; None: frozen, or not given to the optimizer."""
     full: torch.Tensor = field(repr=False)
-    """1-D [numel]. See [Note: the memory of a parameter]."""
+    """1-D [numel]. See [Note: the storage of a parameter]."""
     shard: torch.Tensor | None = None
     """1-D, this rank's rows without padding; None if the parameter is resident or offloaded."""
     stored_array: str | None = None
     """Array of the store with this rank's rows of an offloaded parameter: `parameter/<name>`, or `model/<name>` if that has
     the parameter's dtype."""
     is_in_place: bool = False
-    """Whether `full` is the memory of the rows in the store."""
+    """Whether `full` is an alias of the rows in the store."""
     residency: Residency = Residency.RESIDENT
     on_read: Callable[[ParameterRecord, Any], EndRead | None] | None = None
     """Gathers the released parameter for an operation (a torch function), or raises UsageError; may return a function to
@@ -259,7 +259,7 @@ class ParameterRecord:
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter without its values. See [Note: the memory of a parameter].
+    """A parameter without its values. See [Note: the storage of a parameter].
 
     An operation that needs them gathers it by its record's `on_read`, and then runs on an ordinary parameter. Shape,
     dtype, gradient and hooks need no values. A copy is an ordinary parameter with the values.

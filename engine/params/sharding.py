@@ -1,7 +1,7 @@
 """The partition of the training state: over the ranks, by ZeRO stage, with the dtypes of gradients; and into units of
 parameters that are gathered together. Pure: reads a module tree, changes nothing. Only functions import torch.
 
-[Note: types of gradients]
+[Note: dtypes of gradients]
 Autograd creates a gradient in the parameter's dtype. The mean over ranks is summed in fp32, and rounded once to the dtype in
 which it is sent. Several micro-batches accumulate by default in fp32, since in bf16 a sum of equal gradients stops growing
 after 256 of them. The accumulated rows may be wider than a first sum needs, and an unexpected second micro-batch widens them:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .record import ParameterRecord
 
 D = TypeVar("D")
-"""A data type: torch's, or for a plan its name."""
+"""A dtype: torch's, or for a plan its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientTypes(Generic[D]):
-    """The gradient dtypes of a run. See [Note: types of gradients]."""
+    """The gradient dtypes of a run. See [Note: dtypes of gradients]."""
 
     summed: D
     """Dtype in which several micro-batches accumulate by default: fp32."""

@@ -185,5 +185,5 @@ def native_types(device: torch.device | None = None) -> frozenset[str]:
 
 
 def agree_on_native_types(world: World) -> frozenset[str]:
-    """Return rank 0's native types, which determine every rank's precision (all ranks)."""
+    """Return rank 0's native dtypes, which determine every rank's precision (all ranks)."""
     return frozenset(world.broadcast_object(sorted(native_types(world.device)) if world.rank == 0 else None))

@@ -239,7 +239,7 @@ class Replica(Protocol):
         """Invalidate the rows of trained parameters, which a step changes."""
 
     def free(self) -> None:
-        """Invalidate all rows, and free their memory."""
+        """Invalidate all rows, and free their buffers."""
 
     def release(self) -> None:
         """Destroy its process groups; no gather may be pending. A second call does nothing."""

@@ -347,8 +347,8 @@ class Fetcher:
             self._check(fetch)
 
     def drop(self, fetch: Fetch) -> bool:
-        """Wait until nothing writes to the records' memory; pending collectives complete on every rank. Return False if
-        they may never complete: the memory must then not be freed."""
+        """Wait until nothing writes to the records' buffers; pending collectives complete on every rank. Return False if
+        they may never complete: the buffers must then not be freed."""
         fetch.cancelled = True
         self._wait_for(fetch)
         works = [gather.work for gather in fetch.gathers] + ([] if fetch.header is None else [fetch.header])

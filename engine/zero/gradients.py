@@ -5,14 +5,14 @@ The engine holds them; a training loop's view of them in `.grad` is in [Note: gr
 [Note: when gradients are reduced]
 The stage enters only through `GradientRules.each_backward`. If it is false (stages 0 and 1, and most runs on one rank), whole
 gradients accumulate and are reduced once per step. Autograd accumulates them if they have the parameter's dtype: the current
-sum goes back to `.grad` for the next backward. In a different dtype (see [Note: types of gradients]), each gradient is added
+sum goes back to `.grad` for the next backward. In a different dtype (see [Note: dtypes of gradients]), each gradient is added
 to the sum as soon as it is complete, so that few at a time exist in the parameters' dtype.
 
 If it is true (stages 2 and 3), a unit's gradients are reduced asynchronously once the last of them has arrived, in one order
 of units on every rank, on a separate process group: a rank whose unit is late holds up no other collective. A unit waits for
 the parameters that had a gradient on any rank in the previous backward; others are agreed on and reduced at the end. The
 order is the reverse of the modules' at first, then the one that rank 0 saw in the first backward. Reduced rows are added to
-the current sums, in the dtype of [Note: types of gradients]. On a single rank, its rows are the whole gradient.
+the current sums, in the dtype of [Note: dtypes of gradients]. On a single rank, its rows are the whole gradient.
 
 A gradient is complete once it has arrived as often as in the previous backward (recomputing a shared module may split it),
 and final if that is the last backward of its step. In the first backward, gradients become final only at its end.

@@ -13,7 +13,7 @@ same modules in the same order.
 A forward, or recomputation in a backward, may read a parameter of a released unit, as in `F.linear(x, self.embed.weight)` or a
 penalty over `self.parameters()`: its class reports the operation (`ReleasedParameter`). The unit is gathered until the end of
 that forward and again for the whole backward, if all such units and one more fit into the live-parameter budget. Otherwise
-it is gathered for that operation only, and again before its nodes in the backward, unless the output shares its memory.
+it is gathered for that operation only, and again before its nodes in the backward, unless the output shares its storage.
 """
 
 from __future__ import annotations
