@@ -2,7 +2,7 @@
 
 [Note: compiled units]
 A unit's gather and release stay outside of graphs: the hooks of its module run as usual, and only the module's forward is
-compiled. Values are gathered into one storage (see [Note: the storage of a parameter]), which a graph's saved tensors alias, and
+compiled. Values are gathered into one storage (see [Note: the storage of a parameter]), which a graph's saved tensors alias;
 a graph depends only on a parameter's dtype and shape: new values and addresses cause no recompilation.
 
 Within a compiled forward all parameters of the unit are gathered, so the hooks on inner modules are disabled: they would be
