@@ -3,7 +3,7 @@
 The engine holds them; a training loop's view of them in `.grad` is in [Note: gradients between backward and step].
 
 [Note: when gradients are reduced]
-The stage enters only through `GradientRules.each_backward`. If it is false (stages 0 and 1, and most runs on one rank), whole
+The stage enters only through `GradientRules`. If `each_backward` is false (stages 0 and 1, and most runs on one rank), whole
 gradients accumulate and are reduced once per step. Autograd accumulates them if they have the parameter's dtype: the current
 sum goes back to `.grad` for the next backward. In a different dtype (see [Note: dtypes of gradients]), each gradient is added
 to the sum as soon as it is complete, so that few at a time exist in the parameters' dtype.
