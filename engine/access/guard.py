@@ -313,7 +313,7 @@ class ParameterGuard:
                 _ALTERNATIVES,
             )
 
-    def _before_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any) -> None:
+    def _before_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         loaded = [record for name, record in self._records_of(module) if prefix + name in state]
         separate = (
             [] if self.open_blocks else [r for r in loaded if r.group is not None and not self._state.is_master(r)]

@@ -202,12 +202,12 @@ def config_source(args: Any, config: Any, config_params: Any = None, call: str =
     or if two differ."""
     given = {"config": config, "config_params": config_params}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
-    found = {name: value for name, value in given.items() if value is not None}
-    if not found:
+    configs = {name: value for name, value in given.items() if value is not None}
+    if not configs:
         raise ConfigError(f"{call} got no config: pass config=dict or path, or --deepspeed_config FILE in args")
-    first, *others = found.values()
-    if any(other != first for other in others):
-        raise ConfigError(f"{call} got different configs in {' and '.join(found)}: pass one")
+    first, *rest = configs.values()
+    if any(config != first for config in rest):
+        raise ConfigError(f"{call} got different configs in {' and '.join(configs)}: pass one")
     return first
 
 

@@ -100,10 +100,10 @@ class BuildingGuard:
     def watch(self, builder: Builder) -> None:
         """Hook all modules that have released parameters."""
 
-        def before(module: nn.Module, *others: Any) -> None:
+        def before(module: nn.Module, *_: Any) -> None:
             self._check(module, builder)
 
-        def before_state_dict(module: nn.Module, *others: Any) -> None:
+        def before_state_dict(module: nn.Module, *_: Any) -> None:
             if not builder.from_rank_0:
                 self._check(module, builder)
 

@@ -123,7 +123,7 @@ class _StreamedUpdate:
             if self._master_tiles is None:
                 self._master_tiles = GradientTiles(transfers, self.record.owned())
             return self._master_tiles.on_host(tile.first, tile.stop)
-        copy = transfers.bring_all([stored], [slots[0]])
+        copy = transfers.begin_to([stored], [slots[0]])
         copy.follow()
         self._h2d.add(copy)
         return copy.values
@@ -453,7 +453,7 @@ class Changes:
             lambda cached: cached.fits(self),
         )
         for indices in batch.transferred:
-            copy = transfers.bring_all([rows[i] for i in indices], [batch.masters[i] for i in indices])
+            copy = transfers.begin_to([rows[i] for i in indices], [batch.masters[i] for i in indices])
             transfers.finish(copy)
             for index, values in zip(indices, copy.targets, strict=True):
                 rows[index] = values

@@ -50,7 +50,7 @@ class Stepper(ABC):
     needs_saved: ClassVar[bool] = False
     """Whether a load without that state would restart the optimizer."""
     owns_gradients: ClassVar[bool] = False
-    """Whether ranks may keep their own gradients until it exchanges them; `averaged` returns the others."""
+    """Whether ranks may keep their own gradients until it exchanges them; `averaged` returns the remaining parameters."""
     name: str
     """Name of the optimizer's class."""
 

@@ -7,7 +7,7 @@ forward   `step()` takes the norm and fixes the step's settings: skipped or not,
           while the loop continues. Gathering a parameter waits for its update, in evaluation too. The next backward waits for
           the remaining updates, and so does every call that reads the state. A save pins each array once it is updated.
 backward  An update in the last backward of a step changes each parameter once its gradient is final, until the end of
-          that backward; `step()` continues with the others as in `forward`. It cannot be undone: clipping and loss
+          that backward; `step()` continues with the remaining ones as in `forward`. It cannot be undone: clipping and loss
           scaling are not possible, and a gradient that is not finite leaves the state unusable until a checkpoint is loaded.
 All modes are bit-identical: they run the same `Changes`, just at different times. An error is raised, with its step's number,
 in every call that waits for the update, and the state is torn from then on. docs/design/0005-step.md lists all failures.

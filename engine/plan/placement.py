@@ -1,7 +1,7 @@
 """The placement of every byte of training state, decided once from sizes and settings. Pure functions: no tensors, no I/O.
 
 [Note: placement]
-The device stores arrays that are not offloaded, and `1 - ratio` of the optimizer state's elements. The others:
+The device stores arrays that are not offloaded, and `1 - ratio` of the optimizer state's elements. The rest:
 - "cpu" is host memory and "nvme" the disk, but shards under 64 KiB are always in host memory, since a disk request would
   cost more; gradients are in host memory until the update.
 - Under a host budget "nvme" means: in memory as far as the budget allows, else on disk. First come buffers and arrays that

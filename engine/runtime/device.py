@@ -243,13 +243,13 @@ class Transfers:
         event = self.streams.copy(targets, sources, self.streams.record() if after is None else after)
         return Copy(self.streams, event, targets, sources)
 
-    def bring_all(self, values: list[torch.Tensor], others: list[torch.Tensor]) -> Copy:
-        """Start to copy `values`, 1-D and all in one direction, each into a new tensor on the device of its `others`."""
-        if self.streams.is_host(others[0]):
+    def begin_to(self, values: list[torch.Tensor], likes: list[torch.Tensor]) -> Copy:
+        """Start to copy `values`, 1-D and all in one direction, each into a new tensor on the device of its `likes`."""
+        if self.streams.is_host(likes[0]):
             targets = [self.empty_host(source.numel(), source.dtype) for source in values]
         else:
-            pairs = zip(values, others, strict=True)
-            targets = [other.new_empty(source.numel(), dtype=source.dtype) for source, other in pairs]
+            pairs = zip(values, likes, strict=True)
+            targets = [like.new_empty(source.numel(), dtype=source.dtype) for source, like in pairs]
         return self.begin_all(targets, values)
 
     def finish(self, copy: Copy) -> torch.Tensor:

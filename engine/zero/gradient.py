@@ -2,9 +2,9 @@
 
 [Note: the life of a gradient]
 In each step a gradient passes through the states of `GradientState` in order. Its values are the sum over the backwards of
-the step; they are complete when no segment is pending (`segments_left`). Whether any rank had a gradient (`is_agreed`) is known
-at the end of a backward, which may be before or after the gradient is final. Rows that do not fit the host budget are written
-to disk whenever they are complete, and accumulated there.
+the step; they are complete when no segment is pending (`pending_segments`). Whether any rank had a gradient (`is_agreed`) is
+known at the end of a backward, which may be before or after the gradient is final. Rows that do not fit into the host budget
+are written to disk whenever they are complete, and accumulated there.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Gradient:
         """Arrivals, of all or part of it, in this backward."""
         self.expected = 1
         """Arrivals in the previous backward; at least 1 if any rank had it."""
-        self.segments_left = 0
+        self.pending_segments = 0
         """Segments that were sent but are not in `values` yet."""
         self.values: torch.Tensor | None = None
         """This rank's rows, 1-D, or the full gradient in the parameter's shape; None if not allocated yet, on disk, or taken by
@@ -205,7 +205,7 @@ class Gradient:
 
     def mark_sent(self) -> bool:
         """Note that values of a backward are being copied; return whether they are added to the values in memory."""
-        adds = self.state is not GradientState.EMPTY if self._spill is None else self.segments_left > 0
+        adds = self.state is not GradientState.EMPTY if self._spill is None else self.pending_segments > 0
         if self.state is GradientState.EMPTY:
             self.state = GradientState.HELD
         return adds
@@ -219,7 +219,7 @@ class Gradient:
         if not self.is_taken:  # autograd has accumulated them
             self.values = values
             return
-        self.segments_left += 1
+        self.pending_segments += 1
         if not adds and (step.transfers.streams.device_is_host or self.record not in step.rules.to_host):
             self.values = values if self._spill is not None else values.to(step.step_dtypes[self.record.dtype])
             self._count_segment()
@@ -263,8 +263,8 @@ class Gradient:
 
     def _count_segment(self) -> None:
         """Record that a segment arrived; finish if it was the last."""
-        self.segments_left -= 1
-        if self.segments_left:
+        self.pending_segments -= 1
+        if self.pending_segments:
             return
         step, record = self._step, self.record
         if self._spill is not None and self.values is not None:
@@ -334,7 +334,7 @@ class Gradient:
 
     def drop(self) -> None:
         """Forget the values of this step."""
-        self.state, self.is_agreed, self.segments_left, self.sum_of_squares = GradientState.EMPTY, False, 0, None
+        self.state, self.is_agreed, self.pending_segments, self.sum_of_squares = GradientState.EMPTY, False, 0, None
         self.exposed = None
         if not self._step.rules.keeps_rows:
             self.values = None

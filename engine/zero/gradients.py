@@ -1,4 +1,4 @@
-"""Gradients between backward and update: accumulated, averaged over ranks, this rank's rows handed out.
+"""Gradients between backward and update: accumulated, averaged over ranks, and provided as this rank's rows.
 
 The engine holds them; a training loop's view of them in `.grad` is in [Note: gradients between backward and step].
 
@@ -129,7 +129,7 @@ class Gradients:
                 self._reduce_rows(gradients, self._reductions)
         elif is_complete:
             unit = self._arrivals.unit_of[gradient]
-            if unit != self._arrivals.last_unit or gradient.segments_left:  # a part of it is among the pending copies
+            if unit != self._arrivals.last_unit or gradient.pending_segments:  # a part is among the pending copies
                 self.step.send()
             gradient.collect()
             self._arrivals.last_unit = unit
@@ -188,7 +188,7 @@ class Gradients:
         with labelled("reduce"):
             for bucket in reductions.start(values, put):
                 for segment in bucket.segments:
-                    self.by_record[segment.record].segments_left += 1
+                    self.by_record[segment.record].pending_segments += 1
                 self.overlapped += self.rules.overlap and self.rules.scatter
 
     def expose(self, *, whole: bool) -> None:
