@@ -15,7 +15,7 @@ client state. At a different world size each rank starts from the mean of the ro
 server errors, whose chunks depend on the world size, start from zero.
 
 The phase of a parameter depends on its own number of updates: as with any optimizer, a step skips it if no rank has a
-gradient. A rank that fails also aborts the exchanges that others wait in.
+gradient. A rank that fails also aborts the exchanges in which other ranks wait.
 
 [Note: two phases]
 The mean of tensors sent as signs, with error feedback (https://arxiv.org/abs/2102.02888, section 4); rank r averages
@@ -24,8 +24,8 @@ chunk r.
    rank that averages it, and keeps the new error.
 2. That rank sums the messages in rank order, divides, adds the server error (the compression error of its last mean), sends
    the mean as signs and a scale to all, and keeps the new error.
-All ranks decode the same bytes, so their bits agree. The scale is the mean of absolute values, for which the compression
-error is smaller than the message, so that errors do not grow (https://arxiv.org/abs/1901.09847, lemma 8).
+All ranks decode the same bytes, so their values are bit-identical. The scale is the mean of absolute values, for which the
+compression error is smaller than the message, so errors do not grow (https://arxiv.org/abs/1901.09847, lemma 8).
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ class OneBitStep(Stepper):
             self._state.transfers.copy_into(record.owned(), state.master)
 
     def state(self) -> dict[str, Any]:
-        """Return the state that differs between ranks as rows by parameter name on rank 0, {} on others (all ranks)."""
+        """Return the state that differs between ranks as rows by parameter name on rank 0, {} on other ranks (all ranks)."""
         result: dict[str, Any] = {}
         for record, local in self.local.items():
             entry = result[record.name] = {}

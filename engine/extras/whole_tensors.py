@@ -11,7 +11,7 @@ So the result is bit-identical to the class's on the whole tensor, on every tier
 Memory is bounded by four copies of one tensor: read, received, whole, and to send back. If every rank has all rows, nothing
 is exchanged, and each rank updates every tensor.
 
-A rank that failed continues with the exchanges, since others wait in them, and raises at the end.
+A rank that failed takes part in the remaining exchanges, since other ranks wait in them, and raises its error at the end.
 """
 
 from __future__ import annotations
@@ -217,9 +217,7 @@ class TensorStep(Stepper):
 
     def _stored_rows(self, tensors: Sequence[_Tensor], rows: torch.Tensor) -> list[tuple[_Rows, torch.Tensor]]:
         """Return the masters and slots of which this rank has rows, each with its part of `rows`."""
-        parts = [
-            (part, self._rows(part, row)) for row, each in zip(rows, tensors, strict=False) for part in each.parts[:-1]
-        ]
+        parts = [(part, self._rows(part, row)) for row, t in zip(rows, tensors, strict=False) for part in t.parts[:-1]]
         return [(part, part_rows) for part, part_rows in parts if part_rows.numel()]
 
     def _read_gradient(self, changes: Changes, record: ParameterRecord, target: torch.Tensor) -> None:
