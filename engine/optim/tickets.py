@@ -1,4 +1,4 @@
-"""Tickets of an update, one for each parameter, on which the loop, the backward, readers and saves wait.
+"""Tickets of an update, one per parameter, on which the loop, the backward, readers and saves wait.
 
 [Note: an update in the backward]
 The update processes the parameters in the order in which their gradients are expected, each once its gradient is final. It
@@ -68,7 +68,7 @@ class UpdateTicket:
     last_read: Event = None
     """The device's last read of the parameter, recorded when its gradient became final."""
     unit_number: int = 0
-    """Number of its unit, in the order in which the units' gradients were handed over."""
+    """Index of its unit, in the order in which the units' gradients were handed over, from 1."""
     pins: list[DeferredPin] = field(default_factory=list)
     """Pins that wait for the new state."""
 
@@ -79,7 +79,7 @@ class UpdateTicket:
 
 
 class Tickets:
-    """The tickets of the running update, through which its thread, the backward's, readers and saves wait for each other."""
+    """The tickets of the running update, through which its thread, the backward's thread, readers and saves wait for each other."""
 
     def __init__(self, state: OptimizerState) -> None:
         self.by_record: dict[ParameterRecord, UpdateTicket] = {}

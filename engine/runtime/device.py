@@ -244,7 +244,7 @@ class Transfers:
         return Copy(self.streams, event, targets, sources)
 
     def begin_to(self, values: list[torch.Tensor], likes: list[torch.Tensor]) -> Copy:
-        """Start to copy `values`, 1-D and all in one direction, each into a new tensor on the device of its `likes`."""
+        """Start to copy `values`, 1-D and all in one direction, into new tensors on the devices of `likes`, one each."""
         if self.streams.is_host(likes[0]):
             targets = [self.empty_host(source.numel(), source.dtype) for source in values]
         else:

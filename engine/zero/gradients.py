@@ -192,8 +192,8 @@ class Gradients:
                 self.overlapped += self.rules.overlap and self.rules.scatter
 
     def expose(self, *, whole: bool) -> None:
-        """Put the gradients of the step into `.grad`; if not `whole`, not as a plain loop would have
-        them (all ranks). See [Note: gradients between backward and step]."""
+        """Put the gradients of the step into `.grad`: if `whole` and possible, as in a plain loop, else as placeholders
+        (all ranks). See [Note: gradients between backward and step]."""
         # An optimizer that averages some of them itself needs each rank's local ones.
         is_partial = self.rules.each_backward or (self._world.world_size > 1 and self.rules.scatter)
         whole = whole and self.step.averaged is None and not is_partial
