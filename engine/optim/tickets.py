@@ -79,7 +79,7 @@ class UpdateTicket:
 
 
 class Tickets:
-    """The tickets of the running update, through which its thread, the backward's thread, readers and saves wait for each other."""
+    """The tickets of the running update: its thread, the backward's thread, readers and saves wait for each other on them."""
 
     def __init__(self, state: OptimizerState) -> None:
         self.by_record: dict[ParameterRecord, UpdateTicket] = {}
