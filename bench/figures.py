@@ -66,7 +66,7 @@ def training(found: Any) -> Bars:
     ]
     return Bars(
         title="Training 1.2 B parameters from disk",
-        subtitle=f"seconds of an iteration, peak memory ({_machine(found['machine'])})",
+        subtitle=f"seconds per iteration, peak memory ({_machine(found['machine'])})",
         bars=sorted(bars, key=lambda bar: -bar.value),
     )
 
@@ -89,7 +89,7 @@ def checkpoints(found: Any, what: str) -> Bars:
     ]
     size = rows[0]["bytes"] / 1e9
     titles = {"save": f"Saving {size:.1f} GB from memory", "load": f"Loading {size:.1f} GB"}
-    ends = {"save": "it is durable", "load": "every value is there"}
+    ends = {"save": "it is durable", "load": "every value is loaded"}
     return Bars(
         title=titles[what],
         subtitle=f"seconds until {ends[what]} ({_machine(found['machine'])})",
@@ -171,8 +171,9 @@ _LIBRARIES = {
 
 
 def _distinct(rows: Sequence[Any]) -> list[Any]:
-    """Return a row for each contender and budget, the last that was taken, of those without clipping."""
-    return list({(row["contender"], row.get("host_budget_bytes")): row for row in rows if not row.get("clip")}.values())
+    """Return a row for each contender and budget, the last that was measured, of those without clipping or an error."""
+    rows = [row for row in rows if not row.get("clip") and not row.get("error")]
+    return list({(row["contender"], row.get("host_budget_bytes")): row for row in rows}.values())
 
 
 def _budget(budget_bytes: int | None) -> str:
@@ -211,7 +212,7 @@ _WORDS = {
         "training 1.2 B parameters from disk",
         "{} s per iteration, {} GiB of memory",
         "update of {} M parameters in host memory",
-        "save of {} GB from memory: training stalls / durable after",
+        "save of {} GB from memory: training stops for / durable after",
         "load of {} GB, every chunk verified",
         "full step of two processes in memory, stage 2, fp32",
         "{} cores, {}",
