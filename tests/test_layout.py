@@ -49,14 +49,14 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_769,
+        53_767,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_115),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_113),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_502),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_051),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_002),
-    "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_500),
+    "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_501),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_000),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
