@@ -17,7 +17,7 @@ async def main(folder: str) -> None:
         rows = await store.get("block.7/weight", rows=slice(0, 128))
         print(tuple(rows.shape), rows.mean().item())
         await store.checkpoint(f"{folder}/ckpt/step-10", extra={"loss": 1.0})  # links, one commit
-    with zstore.open_store(f"{folder}/run") as store:  # the same words without asyncio
+    with zstore.open_store(f"{folder}/run") as store:  # the same methods without asyncio
         print(store.load(f"{folder}/ckpt").wait(), len(store), store.get("block.1/weight").wait().sum().item())
 
 

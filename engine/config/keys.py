@@ -352,7 +352,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
      _NOT_PARTITIONED),
     ("ActivationCheckpointingSection", "number_checkpoints", Positive | None, None, _NOT_PARTITIONED),
     ("ActivationCheckpointingSection", "synchronize_checkpoint_boundary profile", Bool, False,
-     "blocks are not timed one by one: torch.profiler shows the forward and the recomputation of each"),
+     "blocks are not timed one by one: torch.profiler shows the forward pass and the recomputation of each"),
 ),
 "refused": (
     ("ConfigSections", "gradient_allreduce_op", Annotated[Literal["mean", "sum"], OneOf()], "mean",
@@ -391,10 +391,10 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
       "filter with `datasets`, and remove the section")),
     ("ConfigSections", "eigenvalue", Ignored, None, "it is only used by quantize_training; remove the section"),
     ("ConfigSections", "progressive_layer_drop", Ignored, None,
-     "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"),
+     "layers are not dropped by the engine: drop them in the model's forward pass, by engine.global_steps"),
     ("ZeroSection", "mics_shard_size", Annotated[Position, AfterValidator(lambda ranks: ranks or -1)], -1,
      ("state is sharded over all ranks: remove the key, and set zero_hpz_partition_size at stage 3, which gathers within "
-      "a group of that many ranks in the backward")),
+      "a group of that many ranks in the backward pass")),
     ("ZeroSection", "zeropp_loco_param", Ignored, None,
      ("errors of quantized gradients are not fed back: remove the key, and set zstore.quantized_gradient_bits to 8, which "
       "is about 18 times as precise as 4")),

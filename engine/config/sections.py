@@ -111,7 +111,7 @@ class CsvMonitorSection(Section):
 
 class TensorboardSection(CsvMonitorSection):
     """Metrics for TensorBoard, from rank 0, by samples seen: loss, learning rate, loss scale in fp16, gradient norm, and
-    times of forward, backward and step."""
+    times of forward pass, backward pass and step."""
 
     enabled: Bool = option(False)
     """Write an event file. Needs `pip install 'zstore[tensorboard]'`."""
@@ -159,7 +159,7 @@ class DataTypesSection(Section):
 
 
 class ActivationCheckpointingSection(Section):
-    """How the inputs of checkpointed blocks are stored until the backward; see docs/activations.md. The blocks are
+    """How the inputs of checkpointed blocks are stored until the backward pass; see docs/activations.md. The blocks are
     selected by the model, `zstore.checkpointing.checkpoint` or `zstore.gradient_checkpointing`."""
 
     cpu_checkpointing: Bool = option(False)
@@ -236,7 +236,7 @@ class OffloadParamSection(OffloadSection):
 
 class LeafModuleSection(Section):
     """Modules that stage 3 always gathers with all their submodules, so that ranks may call different submodules, as in
-    mixtures of experts. Blocks of an outermost ModuleList are gathered the same way if they fit in
+    mixture-of-experts models. Blocks of an outermost ModuleList are gathered the same way if they fit in
     `stage3_max_live_parameters`."""
 
     classes: Names = option(
@@ -364,7 +364,7 @@ class ZstoreSection(Section):
     torch.distributed applies."""
     step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = option("auto")
     """When the update runs; all modes are bit-identical. "none": in step(). "forward": after it, each unit before the next
-    forward needs it. "backward": each unit as its gradients arrive, and others as with "forward"; a step with
+    forward pass needs it. "backward": each unit as its gradients arrive, and others as with "forward"; a step with
     non-finite gradients cannot be undone, and with clipping or loss scaling it is treated as "forward". "auto": "backward" if
     state or parameters are offloaded, and so "forward" with clipping; else "none". Parameters that are not gathered before
     use (stages 0 to 2; a single rank without offload_param; persistent parameters) are updated in step() at the latest. With
@@ -385,15 +385,15 @@ class ZstoreSection(Section):
     every tier, at every world size and after a resume. Unset: "fp32", bit-identical to a plain loop, or "bf16" if set
     by bf16.bf16_optimizer_states or fp32_optimizer_states of the optimizer's params."""
     activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = option(None)
-    """Where tensors that autograd saves for the backward are stored: the inputs of checkpointed blocks, and all saved
-    tensors of other blocks. "host", "disk": written in the background and prefetched for the backward, bit-identically.
-    Unset: on the device, unless activation_checkpointing.cpu_checkpointing is set. See docs/activations.md."""
+    """Where tensors that autograd saves for the backward pass are stored: the inputs of checkpointed blocks, and all
+    saved tensors of other blocks. "host", "disk": written in the background and prefetched for the backward pass,
+    bit-identically. Unset: on the device, unless activation_checkpointing.cpu_checkpointing is set. See docs/activations.md."""
     activations_path: Drives | None = option(None)
     """Folder for "activations": "disk", or a list with one per drive. Unset: the nvme_path of offload_optimizer, else
     that of offload_param."""
     gradient_checkpointing: Bool = option(False)
-    """Save only the inputs of the model's blocks, and recompute the blocks in the backward: bit-identical, for a third
-    more computation. Blocks are those of transformers' `gradient_checkpointing_enable()`, otherwise the modules in the
+    """Save only the inputs of the model's blocks, and recompute the blocks in the backward pass: bit-identical, for a
+    third more computation. Blocks are those of transformers' `gradient_checkpointing_enable()`, otherwise the modules in the
     outermost ModuleLists."""
 
 
@@ -428,8 +428,8 @@ class ConfigSections(Section):
     steps_per_print: Count = option(10)
     """Steps between progress lines, which the logger "zstore" writes at INFO, by default to stderr; 0: none."""
     wall_clock_breakdown: Bool = option(False)
-    """Add a line with the mean times of forward, backward and step. On CUDA the host then waits for the device before and
-    after each."""
+    """Add a line with the mean times of forward pass, backward pass and step. On CUDA the host then waits for the device
+    before and after each."""
     memory_breakdown: Bool = option(False)
     """Add a line with rank 0's bytes by tier and its peaks."""
     dump_state: Bool = option(False)
