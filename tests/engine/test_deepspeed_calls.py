@@ -298,7 +298,7 @@ def test_init_takes_deepspeeds_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mpu": object()}, "no model parallelism"),
+        ({"mpu": object()}, "model parallelism is not supported"),
         ({"remote_device": "nvme"}, "names no folder.*nvme_path"),
         ({"remote_device": "cuda:0"}, 'expected "cpu", "nvme" or None'),
     ],

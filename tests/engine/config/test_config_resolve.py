@@ -150,7 +150,7 @@ def test_every_key_that_may_be_auto_can_be_answered() -> None:
         ({3: 4}, r"3: unknown key"),
         (
             {"optimizer.params.lr": 1, "optimizer": {"params": {"lr": 2}}},
-            r"optimizer\.params\.lr: it is given twice, as 1\.0 and as 2\.0",
+            r"optimizer\.params\.lr: given twice, as 1\.0 and as 2\.0",
         ),
         ([1], r"expected a dict of config keys and values, got list"),
     ],
