@@ -51,10 +51,10 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 _MAX_PROBE_DIMS = 5
 _SAMPLE_NUMEL = 1024
 _MAX_NAMED = 5
-"""The most parameters that an error message names."""
+"""Maximum number of parameters named in an error message."""
 _ALTERNATIVES = (
     "call engine.module_state_dict(), engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on all ranks, or "
-    "`with zstore.gather(model):` around it"
+    "wrap it in `with zstore.gather(model):`"
 )
 
 
@@ -149,10 +149,10 @@ class ParameterGuard:
     def check(self) -> None:
         """Raise UsageError if a parameter is no longer the one that the engine trains; a replaced storage is restored.
 
-        Without gradients, frozen parameters may require them, as in adapters that double as a reference model.
+        When gradients are disabled, frozen parameters may require them: a model with adapters may double as a reference model.
         """
         trains = torch.is_grad_enabled()
-        with torch._C.DisableTorchFunctionSubclass():  # a fifth of the time for released parameters
+        with torch._C.DisableTorchFunctionSubclass():  # takes a fifth of the time for released parameters
             for record, parameter, dtype, frozen in self._expected:
                 moved = parameter.data_ptr() != record.address or parameter.dtype is not dtype
                 if moved or (frozen and trains and parameter.requires_grad):
@@ -190,8 +190,8 @@ class ParameterGuard:
         if sharded:
             names = listed([repr(record.name) for record in sharded], _MAX_NAMED)
             raise UsageError(
-                f"parameter {names} changed in place, but is sharded or offloaded: the values were written to temporary "
-                "memory and are lost. Write them within `with "
+                f"sharded or offloaded parameters were changed in place ({names}): the values were written to "
+                "temporary memory and are lost. Write them within `with "
                 "zstore.gather(parameter, modifier_rank=0):`, or call engine.set_full_parameter(name, values)"
             )
 
@@ -248,7 +248,7 @@ class ParameterGuard:
         return [*chain.from_iterable(map(dict.values, self._tables))]
 
     def _check_structure(self) -> None:
-        """Raise UsageError if there is a parameter to train that the engine does not know."""
+        """Raise UsageError if there is a trainable parameter that the engine does not know about."""
         added = {
             parameter: name
             for root in self._roots.values()
@@ -293,7 +293,7 @@ class ParameterGuard:
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         released = self._released(module)
         if released and not self._emits_empty_tensors:
-            raise UsageError(f"state_dict() of a model whose parameters are sharded: {_ALTERNATIVES}")
+            raise UsageError(f"state_dict() was called on a model whose parameters are sharded: {_ALTERNATIVES}")
         for _, record in released:
             record.detaches_empty = True
 
@@ -309,7 +309,7 @@ class ParameterGuard:
         if is_partial and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "state_dict() returns sharded parameters as empty tensors, as in DeepSpeed; for whole ones %s",
+                "state_dict() returns sharded parameters as empty tensors, as in DeepSpeed; to get full tensors, %s",
                 _ALTERNATIVES,
             )
 
@@ -320,9 +320,9 @@ class ParameterGuard:
         )
         if separate or any(record.residency is Residency.RELEASED for record in loaded):
             raise UsageError(
-                "load_state_dict() of a model in training: its values are in shards, or in fp32 masters that would overwrite "
-                "them at the next step. Call engine.load_module_state_dict(state) on all ranks, or load before "
-                "initialize(), or `with zstore.gather(model, modifier_rank=0):` around it"
+                "load_state_dict() was called on a model in training: its values are in shards, or in fp32 masters that "
+                "would overwrite them at the next step. Call engine.load_module_state_dict(state) on all ranks, or load "
+                "before initialize(), or wrap it in `with zstore.gather(model, modifier_rank=0):`"
             )
 
     @contextmanager
@@ -340,14 +340,14 @@ class ParameterGuard:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype are bit-identical."""
+    """Return whether two tensors of the same dtype are bit-identical."""
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 _ADVICE = (
-    'Choose the dtype in the config ("bf16", "fp16") or convert the model before initialize(); for other software, write '
-    "engine.save_16bit_model(folder, dtype=...) or use engine.module_state_dict(). After engine.close() the model may be "
-    "converted"
+    'Choose the dtype in the config ("bf16", "fp16") or convert the model before initialize(); to export to other '
+    "software, call engine.save_16bit_model(folder, dtype=...) or engine.module_state_dict(). After engine.close() the "
+    "model may be converted"
 )
 
 

@@ -50,11 +50,11 @@ class Init(AbstractContextManager["Init"]):
     `pin_memory` and `mem_efficient_linear` are accepted and ignored: the config determines pinning, and values depend on
     neither.
 
-    Every rank must run the same code under the same seed, or the block ends with UsageError. After the block a sharded
+    Every rank must run the same code with the same seed, or the block ends with UsageError. After the block a sharded
     parameter reads as NaN; within it, within the same block entered again, or within `zstore.gather`, it has its values. After
     an error in the block no files remain.
 
-    Raises UsageError for a block within a block and for parameters on the meta device, and the errors of opening a store.
+    Raises UsageError for nested blocks and for parameters on the meta device, and any error from opening a store.
     """
 
     def __init__(  # noqa: PLR0913 - DeepSpeed's arguments
@@ -98,7 +98,7 @@ class Init(AbstractContextManager["Init"]):
         if not self._enabled:
             return self
         if open_blocks:
-            raise UsageError("zstore.Init within a zstore.Init: build the whole model within one block")
+            raise UsageError("zstore.Init blocks cannot be nested: build the whole model within one block")
         self._open()
         with ExitStack() as stack:
             open_blocks.append(self)
@@ -286,7 +286,7 @@ def _check_remote_device(device: str | None, config: Config | None) -> None:
         raise UsageError(f'Init(remote_device={device!r}): expected "cpu", "nvme" or None')
     if device == "nvme" and (config is None or config.offload_param.device != "nvme"):
         raise UsageError(
-            'Init(remote_device="nvme"): the config names no folder: pass one with zero_optimization.stage 3 and '
+            'Init(remote_device="nvme"): the config names no folder: pass a config with zero_optimization.stage 3 and '
             'offload_param {"device": "nvme", "nvme_path": FOLDER}'
         )
 
@@ -320,7 +320,7 @@ def _overwriting() -> frozenset[Any]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments, and those in lists, tuples and dicts, whose subclasses pytree does not traverse."""
+    """Yield the tensors in arguments, including those in lists, tuples and dicts (also subclasses, unlike pytree)."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):
@@ -342,4 +342,4 @@ def _can_be_stored(parameter: nn.Parameter) -> bool:
 def require_no_open_block(call: str) -> None:
     """Raise UsageError if `call` is made within a block of `zstore.Init`."""
     if any(init._builder is not None for init in open_blocks):
-        raise UsageError(f"{call} within `with zstore.Init(...)`: end the block first")
+        raise UsageError(f"{call} cannot be called within `with zstore.Init(...)`: end the block first")

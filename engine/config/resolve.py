@@ -54,13 +54,13 @@ class BatchSizes:
     def with_train_batch_size(self, train_batch_size: int, world_size: int) -> Self:
         """Return sizes for `train_batch_size`, adjusting the accumulation steps. Raises UsageError if that is
         impossible."""
-        round_size = self.micro_batch_size * world_size
-        if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % round_size:
+        samples_per_micro_step = self.micro_batch_size * world_size
+        if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % samples_per_micro_step:
             raise UsageError(
-                f"train_batch_size: expected a multiple of {round_size}, which is train_micro_batch_size_per_gpu "
+                f"train_batch_size: expected a multiple of {samples_per_micro_step}, which is train_micro_batch_size_per_gpu "
                 f"{self.micro_batch_size} x world size {world_size}; got {train_batch_size!r}"
             )
-        steps = train_batch_size // round_size
+        steps = train_batch_size // samples_per_micro_step
         return replace(self, train_batch_size=train_batch_size, accumulation_steps=steps)
 
 
@@ -100,7 +100,7 @@ def _divide(train: int, given: str, number: int, world_size: int) -> int:
         nearest = " or ".join(str(multiple * divisor) for multiple in (quotient, quotient + 1) if multiple)
         raise ValueError(
             f"train_batch_size {train} is not a multiple of {given} x world size {world_size} = {divisor}; "
-            f"the nearest valid value: {nearest}"
+            f"nearest valid: {nearest}"
         )
     return quotient
 
@@ -145,23 +145,23 @@ def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, b
 def precision_note(
     settings: ConfigSections, chosen: str, native: Collection[str], device: str
 ) -> tuple[int, str] | None:
-    """Return level and text of a log line about the config's precision: what "auto" selected and why, or a warning about a
-    dtype for which the device ("CPU" or "GPU") has no instructions."""
+    """Return the level and the text of a log line about the config's precision: what "auto" selected and why, or a warning
+    about a dtype for which the device ("CPU" or "GPU") has no instructions."""
     switches = {"bf16": settings.bf16.enabled, "fp16": settings.fp16.enabled}
     if True in switches.values():
         if chosen in native:
             return None
         return logging.WARNING, (
-            f"config: {chosen}.enabled: this {device} has no fast {chosen}, so matrix products are many times slower than "
-            f'in fp32; set "{chosen}": {{"enabled": "auto"}}, which enables it only where it is fast, or false'
+            f"config: {chosen}.enabled: this {device} has no fast {chosen} arithmetic, so matrix products are many times "
+            f'slower than in fp32; set "{chosen}": {{"enabled": "auto"}} to enable it only where it is fast, or false'
         )
     requested = " or ".join(name for name, switch in switches.items() if switch == "auto")
-    reason = f"has no fast {requested}" if chosen == "fp32" else f"computes {chosen} natively"
+    reason = f"has no fast {requested} arithmetic" if chosen == "fp32" else f"computes {chosen} natively"
     return (logging.INFO, f'precision: "auto" selects {chosen}, since this {device} {reason}') if requested else None
 
 
 def placeholder_values(settings: ConfigSections) -> dict[str, Any]:
-    """Return 1 for a missing batch size and for each "auto" without a default, standing for a training script's values, so
+    """Return 1 for a missing batch size and for each "auto" without a default, standing in for a training script's values, so
     that the other keys of a config can be checked."""
     values: dict[str, Any] = {key: 1 for key, field in open_keys(settings).items() if field.is_required()}
     sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
@@ -203,8 +203,8 @@ def resolve_settings(
         )
     size, world_size = settings.zero_optimization.zero_hpz_partition_size, context.world_size
     if size > 1 and world_size % size:
-        fits = [str(number) for number in range(2, world_size + 1) if world_size % number == 0]
-        advice = f"use {' or '.join(fits)}, or leave it out" if fits else "leave it out"
+        divisors = [str(number) for number in range(2, world_size + 1) if world_size % number == 0]
+        advice = f"use {' or '.join(divisors)}, or leave it out" if divisors else "leave it out"
         problems.append(
             f"zero_optimization.zero_hpz_partition_size {size} does not divide the world size {world_size}; {advice}"
         )

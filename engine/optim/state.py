@@ -32,7 +32,7 @@ _MAX_PLANS = 16
 
 
 class InPlace(NamedTuple):
-    """The whole arrays of a parameter that an update changes in place: 1-D, of one length, in the same memory."""
+    """The whole arrays of a parameter that an update changes in place: 1-D, of equal length, in the same memory."""
 
     names: list[str]
     master: torch.Tensor
@@ -75,7 +75,7 @@ class OptimizerState:
         self.plans: dict[Any, Any] = {}
         """Cached results of `planned`; cleared when kernels change or buffers are freed."""
         self._layout_generation = self._num_planned = 0
-        """The store's layout generation that they belong to, and the length of their keys."""
+        """The store's layout generation for which `plans` is valid, and the total length of its keys."""
         self._own_masters: set[ParameterRecord] = set()
         """Parameters that are their own fp32 masters; tiers do not imply it, since `offload_states` moves arrays."""
 
@@ -85,7 +85,7 @@ class OptimizerState:
         return list(self.array_names)
 
     def gradient_spill(self) -> GradientSpill:
-        """Return the access to gradients that wait on disk, each in its array of `spilled`."""
+        """Return an accessor for the gradients that wait on disk, each in its array in `spilled`."""
         return GradientSpill(self.store, self.spilled, self.transfers)
 
     def add(
@@ -142,7 +142,7 @@ class OptimizerState:
             self.spilled[record] = self._create(record, "gradient", dtype, "disk")
 
     def use_in_place(self, record: ParameterRecord) -> None:
-        """Use a released parameter in place, if this rank has all its rows in memory on which the device computes directly."""
+        """Use a released parameter in place if this rank has all its rows in memory that the device can compute on directly."""
         has_all_rows = record.world_size == 1 and self.transfers.streams.device_is_host
         if has_all_rows and record.stored_array is not None and self.store.tier(record.stored_array).name == "host":
             record.use_in_place(as_torch(self.store.memory(record.stored_array)))
@@ -251,8 +251,8 @@ class OptimizerState:
         return plan
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
-        """Return the arrays of a trained parameter if they are in one memory and its kernel takes several parameters at once:
-        torch's fused kernel does so anywhere, its other optimizers on a device."""
+        """Return the arrays of a trained parameter if they are all in the same memory and its kernel takes several parameters
+        at once: torch's fused kernel does so anywhere, its other optimizers on a device."""
         names = list(self.all_arrays(record))
         kernel = self.kernel_of(record)[0]
         takes_lists = isinstance(kernel, FusedAdam | TorchKernel)

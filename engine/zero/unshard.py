@@ -37,7 +37,7 @@ Fill = Callable[[Sequence[ParameterRecord]], None]
 class UnitStatistics:
     """Counters of gathers since the start."""
 
-    taken: int = 0
+    uses: int = 0
     """How many times a unit was needed."""
     gathered_ahead: int = 0
     """How many of these found their gather already started."""
@@ -246,7 +246,7 @@ class ShardedUnits:
                 self._release_unused(unit.records)
 
     def unshard(self, unit: ShardedUnit) -> None:
-        """Gather the unit for a use (all ranks, in one order)."""
+        """Gather the unit for a use (all ranks, in the same order)."""
         self._world.watch.activity.unit = unit.unit.name
         with labelled("unshard", unit.unit.name):
             use = self._recorder.begin_use(unit.number)
@@ -263,7 +263,7 @@ class ShardedUnits:
             for record in unit.records:
                 if record.residency is Residency.RELEASED:
                     record.use_full()
-            self._counts["taken"] += 1
+            self._counts["uses"] += 1
             self._counts[_COUNTED[previous]] += 1
             if on_schedule:
                 self._send_slot(use + 1)
@@ -348,7 +348,7 @@ class ShardedUnits:
             self._release_unused([record])
 
     def fill_own_memory(self, *, fill: bool = True) -> None:
-        """Fill the own buffers of parameters that callers gathered, for graphs that saved them; `fill=False` frees them."""
+        """Fill the original buffers of parameters that callers gathered, for graphs that saved them; `False` frees them."""
         for record, values in self.values.items():
             if values.own_memory is not None and not record.is_in_place:
                 memory = values.own_memory

@@ -93,7 +93,7 @@ def test_a_folder_without_a_valid_record_is_no_checkpoint(remote: Remote) -> Non
     with pytest.raises(CheckpointNotFoundError, match="it was never committed"):
         remote.open(url=f"{URL}/step-00000002")
     remote.change("bucket/run/step-00000001/zstore.json", 200)
-    with pytest.raises(CheckpointNotFoundError, match="step-00000001 was refused"):
+    with pytest.raises(CheckpointNotFoundError, match="step-00000001 was rejected"):
         remote.open()
     found = refused(folder_of(URL, remote.options))
     assert {refusal.folder.name for refusal in found} == {"step-00000001", "step-00000002"}

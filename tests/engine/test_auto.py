@@ -127,7 +127,7 @@ def test_a_cpu_is_asked_for_its_instructions(flags: str, native: str, monkeypatc
 @pytest.mark.parametrize(
     ("config", "chosen", "line"),
     [
-        (with_types("auto"), "fp32", 'precision: "auto" selects fp32, since this CPU has no fast bf16'),
+        (with_types("auto"), "fp32", 'precision: "auto" selects fp32, since this CPU has no fast bf16 arithmetic'),
         (with_types("auto", "auto"), "bf16", 'precision: "auto" selects bf16, since this CPU computes bf16 natively'),
         (with_types(True), "bf16", None),
         (with_types("auto", True), "fp16", None),
@@ -172,7 +172,7 @@ def test_the_quick_start_runs_again_and_goes_on_where_bf16_is_slow(tmp_path: Pat
     assert names["engine"].global_steps == 10
     again = python(quick_start(tmp_path) + steps, env=NO_16_BITS)
     assert json.loads(again.stdout) == [20, "torch.float32"]
-    assert '"auto" selects fp32, since this CPU has no fast bf16' in again.stderr
+    assert '"auto" selects fp32, since this CPU has no fast bf16 arithmetic' in again.stderr
     assert f"loaded {tmp_path}/ckpt/step-00000010; at step 10" in again.stderr
     exec(quick_start(tmp_path), names)
     assert names["engine"].global_steps == 30
@@ -200,7 +200,7 @@ def test_a_slow_type_is_obeyed_with_one_warning_and_its_checkpoint_goes_on_in_fp
     done = python(DEMANDING, str(tmp_path), env=NO_16_BITS)
     warnings = [line for line in done.stderr.splitlines() if "WARNING" in line and "slower" in line]
     assert len(warnings) == 1
-    assert "bf16.enabled: this CPU has no fast bf16" in warnings[0]
+    assert "bf16.enabled: this CPU has no fast bf16 arithmetic" in warnings[0]
     assert 'set "bf16": {"enabled": "auto"}' in warnings[0]
     demanded, chosen = done.stdout.splitlines()
     assert demanded.startswith("bf16 ")

@@ -294,7 +294,7 @@ def test_two_blocks_share_the_run_folder(tmp_path: Path) -> None:
 
 def test_a_block_within_a_block_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    with pytest.raises(UsageError, match=r"within a zstore.Init"), zstore.Init(config=config):
+    with pytest.raises(UsageError, match=r"zstore.Init blocks cannot be nested"), zstore.Init(config=config):
         zstore.Init(config=config).__enter__()
     with zstore.Init(config=config):
         pass

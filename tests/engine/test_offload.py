@@ -66,12 +66,12 @@ def statistics_of(nvme: Path, steps: int = 2, **zero: Any) -> Any:
 def test_the_bucket_says_how_much_is_gathered_ahead(nvme: Path) -> None:
     off = statistics_of(nvme, stage3_prefetch_bucket_size=0).units
     assert off.gathered_ahead == 0
-    assert off.on_demand + off.kept == off.taken
+    assert off.on_demand + off.kept == off.uses
     on = statistics_of(nvme).units
-    assert on.taken == off.taken
+    assert on.uses == off.uses
     # The first of four micro-batches records the order.
-    assert on.on_demand == on.taken // 4
-    assert on.gathered_ahead + on.kept == on.taken * 3 // 4
+    assert on.on_demand == on.uses // 4
+    assert on.gathered_ahead + on.kept == on.uses * 3 // 4
     assert on.dropped == 0
     one = statistics_of(nvme, stage3_prefetch_bucket_size=1).units
     assert one.gathered_ahead > 0
@@ -88,7 +88,7 @@ def test_live_elements_stay_within_their_limit(nvme: Path) -> None:
 def test_a_block_over_the_limit_is_gathered_part_by_part(nvme: Path) -> None:
     whole = statistics_of(nvme, stage3_prefetch_bucket_size=0)
     parts = statistics_of(nvme, stage3_prefetch_bucket_size=0, stage3_max_live_parameters=BLOCK_NUMEL - 1)
-    assert parts.units.taken > whole.units.taken
+    assert parts.units.uses > whole.units.uses
     # An up projection is half of its block.
     assert parts.units.live_peak_numel < 0.6 * whole.units.live_peak_numel
 

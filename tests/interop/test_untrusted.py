@@ -202,7 +202,7 @@ def test_a_link_in_the_folder_of_checkpoints_may_lead_to_its_neighbour_alone(pat
     (folder / "best").unlink()
     (folder / "best").symlink_to(outside)
     assert tags(folder) == []
-    with pytest.raises(CheckpointNotFoundError, match=r"best was refused: .* symbolic link to .*outside, out of"):
+    with pytest.raises(CheckpointNotFoundError, match=r"best was rejected: .* symbolic link to .*outside, out of"):
         open_checkpoint(folder)
     with pytest.raises(CorruptionError, match="name that folder itself"):
         open_checkpoint(folder, "best")

@@ -389,7 +389,7 @@ def test_a_flipped_bit_of_the_index_is_found(layout: ShardLayout, data: st.DataO
     index = bytearray(encode_index(layout))
     bit = data.draw(st.integers(0, 8 * layout.index_bytes - 1))
     index[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(CorruptionError, match=r"array 'a/b': the index of /some/file fails its crc32c \(offset 0, "):
+    with pytest.raises(CorruptionError, match=r"'a/b': the index of /some/file fails its crc32c check \(offset 0, "):
         check_index(layout, bytes(index), path="/some/file", array="a/b")
 
 
@@ -423,6 +423,6 @@ def test_sealed_slots_verify_or_have_a_flipped_bit(count: int, payload: int, fir
     bit = data.draw(st.integers(0, 8 * layout.chunk_bytes - 1))
     views[chunk, bit // 8] ^= 1 << bit % 8
     offset = layout.slot_offset(first + chunk)
-    words = rf"array 'a/b': chunk {first + chunk} of /some/file fails its crc32c \(offset {offset}, "
+    words = rf"array 'a/b': chunk {first + chunk} of /some/file fails its crc32c check \(offset {offset}, "
     with pytest.raises(CorruptionError, match=words):
         verify_slots(slots, layout, first, path="/some/file", array="a/b")

@@ -92,7 +92,7 @@ def test_verify_names_array_file_and_offset_of_each_fault(copied: Path, capsys: 
     assert len(lines) == 2
     assert lines[0].startswith("model/h.10.weight/c.0.0, offset 100: has 100 bytes, expected ")
     assert lines[1].startswith("model/h.2.weight/c.0.0, offset 4096: chunk 0 (")
-    assert lines[1].endswith("fails its crc32c (array model/h.2.weight)")
+    assert lines[1].endswith("fails its crc32c check (array model/h.2.weight)")
     assert verify_command(copied / "step-00000001") == 0
 
 
@@ -324,7 +324,7 @@ def test_two_tags_are_one_too_many(folder_tags: Path) -> None:
     assert f"names the tag {TAGS[0]!r}, and the tag 'newest' was given: name one of them" in stderr
     code, _, stderr = run("inspect", folder_tags / TAGS[0], "--tag", "newest")
     assert code == 1
-    assert "name the folder above it to choose by tag" in stderr
+    assert "pass its parent folder to choose by tag" in stderr
 
 
 def test_a_folder_that_is_there_is_meant_as_it_is(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_the_first_rank_to_fail_gives_the_code(tmp_path: Path, environment: dict
     code, _, err = finish(tmp_path, environment, "--num_gpus", "2", "fails.py")
     assert code == 1
     assert "ValueError: broken here" in err
-    assert err.endswith("zstore: rank 1 failed with exit code 1 first; see its output above\n")
+    assert err.endswith("zstore: rank 1 failed with exit code 1 (the first to fail); see its output above\n")
 
 
 def test_a_killed_rank_is_told_with_the_memory_as_a_cause(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -222,7 +222,7 @@ def test_a_failure_on_one_host_ends_all(tmp_path: Path, environment: dict[str, s
     code, _, err = finish(tmp_path, environment, *HOSTS, *more, "fails.py")
     assert code == 3
     assert "zstore: rank 1 on localhost failed with exit code 3; see its output above\n" in err
-    assert "zstore: localhost failed with exit code 3 first; see its output above\n" in err
+    assert "zstore: localhost failed with exit code 3 (the first to fail); see its output above\n" in err
 
 
 def test_a_signal_reaches_ranks_on_every_host(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:

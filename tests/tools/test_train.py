@@ -104,7 +104,7 @@ def test_a_failure_on_every_rank_names_each(tmp_path: Path, text: Path) -> None:
     what = f"nvme_path: expected a folder, or one that can be created: Not a directory (path={text / 'none'})"
     *said, last = done.stderr.splitlines()
     assert sorted(said) == [f"zstore: rank {rank}: {what}" for rank in (0, 1)]
-    assert last.endswith("failed with exit code 1 first; see its output above")
+    assert last.endswith("failed with exit code 1 (the first to fail); see its output above")
 
 
 def test_a_second_run_does_not_replace_the_checkpoints_of_the_first(tmp_path: Path, text: Path) -> None:

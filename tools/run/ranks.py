@@ -90,7 +90,7 @@ class RunResult:
         else:
             code = self.exit_codes[self.first_failed or ""]
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-            order, hint = " first" if len(self.exit_codes) > 1 else "", "see its output above"
+            order, hint = " (the first to fail)" if len(self.exit_codes) > 1 else "", "see its output above"
             if code == -signal.SIGKILL:
                 hint = (
                     "if the kernel killed it for lack of memory (see dmesg), move optimizer state to a drive "
@@ -126,7 +126,7 @@ class Control:
 
 @contextlib.contextmanager
 def catching_signals() -> Iterator[list[int]]:
-    """Yield a list that collects incoming signals instead of handling them; for the main thread.
+    """Yield a list that collects incoming signals instead of handling them; call it only in the main thread.
 
     A signal that is ignored, as under nohup, stays ignored.
     """
@@ -193,7 +193,7 @@ class _Rank(subprocess.Popen[bytes]):
 
 
 def run_ranks(job: RunJob, control: Control | None = None) -> RunResult:
-    """Run the ranks of this machine and return the result; for the main thread.
+    """Run the ranks of this machine and return the result; call it only in the main thread.
 
     SIGTERM, SIGUSR1, SIGHUP and SIGINT, received here or from `control`, are forwarded to every rank; see `supervise`. No
     rank outlives this process. Raises ZstoreError if the port is in use.
@@ -311,7 +311,7 @@ class _Machine(subprocess.Popen[bytes]):
 
 
 def run_machines(jobs: Sequence[RunJob]) -> RunResult:
-    """Run `jobs` over ssh and return the result, by machine; for the main thread.
+    """Run `jobs` over ssh and return the result, by machine; call it only in the main thread.
 
     When this process dies or loses a machine, the ranks there end, since their launcher's stdin is closed. Raises UsageError
     if ssh is not installed.
@@ -324,7 +324,7 @@ def run_machines(jobs: Sequence[RunJob]) -> RunResult:
             return supervise(machines, received, jobs[0].shutdown_timeout_s + _SSH_SLACK_S)
         except FileNotFoundError as error:
             raise UsageError(
-                f"no program {jobs[0].ssh[0]!r} on PATH, which is needed to reach the other machines"
+                f"{jobs[0].ssh[0]!r} was not found on PATH; it is needed to reach the other machines"
             ) from error
         finally:
             for machine in machines.values():

@@ -23,8 +23,8 @@ LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
 """Names of the folders that other training loops create, each with a checkpoint in it."""
 _FOREIGN = {
     "latest_checkpointed_iteration.txt": "Megatron, which this version does not read",
-    ".metadata": "torch.distributed.checkpoint, which `zstore convert` reads by the path of its own folder",
-    "zero_to_fp32.py": "DeepSpeed, but no folder of a tag with *_model_states.pt is in it: it is incomplete",
+    ".metadata": "torch.distributed.checkpoint, which `zstore convert` reads if given the path of its folder",
+    "zero_to_fp32.py": "DeepSpeed, but it has no tag folder with *_model_states.pt, so it is incomplete",
 }
 """By a file's name: the software whose checkpoints have the file, and why it cannot be opened or what to do."""
 
@@ -39,7 +39,7 @@ class TagInfo:
 
     @property
     def path(self) -> Path:
-        """The folder of the tag; raises UsageError if it is behind a URL."""
+        """The folder of the tag; raises UsageError if it is at a URL."""
         return self.folder.path
 
     @property
@@ -70,19 +70,19 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """The content of a folder of checkpoints."""
+    """The contents of a folder of checkpoints."""
 
     tags: tuple[TagInfo, ...]
-    """Committed checkpoints, the oldest first."""
+    """Committed checkpoints, oldest first."""
     refusals: tuple[Refusal, ...]
     unfinished: frozenset[str] = frozenset()
     """Ids of the saves that have a lock file: they are running, or were killed before or after their commit."""
     has_latest: bool = False
-    """Whether there is a file `latest`."""
+    """Whether there is a `latest` file."""
 
 
 def read_record(place: FolderLike) -> Record:
-    """Return the record in a tag's folder. Raises FileNotFoundError without a record, CorruptionError or
+    """Return the record in a tag's folder. Raises FileNotFoundError if there is no record, CorruptionError or
     CheckpointMismatchError if it is not valid."""
     folder = folder_at(place)
     return Record.decode(folder.read_small(RECORD_FILE, MAX_RECORD_BYTES), folder.location_of(RECORD_FILE))
@@ -158,14 +158,14 @@ def may_be_checkpoint(name: str) -> bool:
 
 
 def _info(folder: Folder, data: bytes | Exception) -> TagInfo:
-    """Return the checkpoint in `folder`, whose record, or the error of reading it, is `data`."""
+    """Return the checkpoint in `folder`, whose record, or the error from reading it, is `data`."""
     if isinstance(data, Exception):
         raise data
     return TagInfo(folder=folder, record=Record.decode(data, folder.location_of(RECORD_FILE)))
 
 
 def _open_tag(folder: Folder, name: str) -> TagInfo:
-    """Return the checkpoint in the tag's folder `name`; raises the errors of reading its record."""
+    """Return the checkpoint in the tag's folder `name`; raises any error from reading its record."""
     return _info(folder.child(name), folder.read_records([name])[0])
 
 
@@ -173,7 +173,7 @@ def _entries(folder: Folder) -> Entries:
     try:
         return folder.entries()
     except CheckpointNotFoundError:
-        raise  # its message lists the content
+        raise  # its message lists the contents
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{folder} does not exist or is not a folder: expected a checkpoint") from error
 
@@ -188,7 +188,7 @@ def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
 
 
 def _set_aside(folder: Folder, name: str) -> TagInfo | None:
-    """Return the newest set-aside checkpoint for the tag folder `name`, which has no record itself; None without one."""
+    """Return the newest set-aside checkpoint for the tag folder `name`, which has no record itself; None if there is none."""
     try:
         entries = folder.entries()
     except (FileNotFoundError, NotADirectoryError):
@@ -215,13 +215,13 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     if parsed is not None and parsed[1] != SET_ASIDE:
         raise CheckpointNotFoundError(
             f"{folder} belongs to a save that is running or was killed: it was never committed; "
-            f"name {folder.parent.child(parsed[0])} or {folder.parent}"
+            f"use {folder.parent.child(parsed[0])} or {folder.parent}"
         )
     if (info := _tag_at(folder)) is not None:
         if tag is None or tag in (info.tag, info.record.tag):
             return _with_own_name(info)
         raise CheckpointNotFoundError(
-            f"{folder} is the checkpoint {info.tag!r}, not {tag!r}: name the folder above it to choose by tag"
+            f"{folder} is the checkpoint {info.tag!r}, not {tag!r}: pass its parent folder to choose by tag"
         )
     if tag is not None:
         found = find_tag(folder, tag)
@@ -285,7 +285,7 @@ def _latest_is_newer(folder: Folder, newest: TagInfo) -> bool:
 
 
 def newest_tag(tags: Sequence[TagInfo]) -> TagInfo:
-    """Return the newest of `tags` (at least one, the oldest first) that may count as the latest."""
+    """Return the newest of `tags` (at least one, oldest first) that may count as the latest."""
     return next((info for info in reversed(tags) if info.record.is_latest), tags[-1])
 
 
@@ -297,7 +297,7 @@ def list_tags(place: FolderLike) -> Catalog:
 
 
 def list_nested(place: FolderLike) -> Catalog:
-    """Return the catalog of the folders `checkpoint-N` of a Trainer, or `checkpoint_N` of Accelerate, in a folder."""
+    """Return the catalog of a Trainer's `checkpoint-N` folders, or Accelerate's `checkpoint_N` folders, in a folder."""
     folder = folder_at(place)
     try:
         names = [name for name in folder.entries().folders if LOOPS_FOLDER.fullmatch(name)]
@@ -320,7 +320,7 @@ def _tag_at(folder: Folder) -> TagInfo | None:
 
 
 def tags_text(infos: Sequence[TagInfo]) -> str:
-    """Return the tags of the newest of `infos`, which are sorted from the oldest on, for a message."""
+    """Return the tags of the newest of `infos`, which are sorted oldest first, for a message."""
     names = [repr(info.tag) for info in infos]
     omitted = f" and {len(names) - _MAX_LISTED} older" if len(names) > _MAX_LISTED else ""
     return f"the tag{'s' * (len(names) > 1)} {', '.join(names[-_MAX_LISTED:])}{omitted}"
@@ -335,10 +335,10 @@ def _not_found_text(folder: Folder, tag: str | None, catalog: Catalog) -> str:
     elif METADATA_FILE in entries.files:
         text += f": it has a {METADATA_FILE} but no {RECORD_FILE}, so it was never committed, or that file was lost"
     for refusal in catalog.refusals[:5]:
-        text += f"; {refusal.folder.name} was refused: {refusal.reason}"
+        text += f"; {refusal.folder.name} was rejected: {refusal.reason}"
     with contextlib.suppress(OSError, ZstoreError):  # a nested folder cannot be read, or was just removed
         if nested := list_nested(folder).tags:
-            text += f"; name a folder in it that has one, such as {newest_tag(nested).folder.parent}"
+            text += f"; use a folder in it that has one, such as {newest_tag(nested).folder.parent}"
     foreign = sorted({software for name, software in _FOREIGN.items() if name in entries.files})
     return text + (f"; it looks like a checkpoint of {foreign[0]}" if foreign else "")
 

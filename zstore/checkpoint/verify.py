@@ -196,7 +196,7 @@ class _ShardCheck:
             try:
                 shard.read(first, first + 1, np.empty(self.array.spec.itemsize, np.uint8))
             except CorruptionError:
-                problem = f"chunk {chunk} ({nbytes} bytes) fails its crc32c" + (
+                problem = f"chunk {chunk} ({nbytes} bytes) fails its crc32c check" + (
                     "" if self.array.codec is None else ", or does not decode"
                 )
                 faults.append(self._fault(problem, offset))

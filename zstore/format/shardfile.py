@@ -9,14 +9,14 @@ A shard file is a Zarr v3 shard (`sharding_indexed`, `index_location: start`) wi
     slot 0..     one slot for each present chunk: payload, crc32c of the payload (u32), zeros up to a multiple of 4096
 
 The payload is the chunk's elements, little-endian, C order; a chunk that straddles the array's end is stored whole,
-with zeros. Chunks past the end are marked missing: offset and nbytes are 2**64 - 1. Since sizes are fixed, the index is
-known before any data, and direct I/O can write any run of slots.
+padded with zeros. Chunks past the end are marked missing: offset and nbytes are 2**64 - 1. Since sizes are fixed, the index
+is known before any data, and direct I/O can write any run of slots.
 Source: Zarr v3 sharding codec specification, https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/
 
 [Note: payloads in place]
-Direct I/O takes memory in several places, as long as each begins and ends at a multiple of 512 bytes. A chunk's payload
-usually does in the memory of its array, as do the bytes after it, its crc32c and zeros. Then the drive reads from and writes
-to that memory itself: a byte passes the processor once, for its checksum. Any other chunk travels through a buffer.
+Vectored direct I/O accepts several memory segments, as long as each begins and ends at a multiple of 512 bytes. A chunk's
+payload usually does in the memory of its array, as do the crc32c and zeros after it. Then the drive reads from and writes to
+that memory itself: each byte passes through the CPU only once, for the checksum. Any other chunk travels through a buffer.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CRC_BYTES = 4
 MISSING = 2**64 - 1
 _ALIGN_BYTES = 512
 _MIN_DIRECT_BYTES = 16 * 1024
-"""Smaller payloads are cheaper to copy than to name."""
+"""Smaller payloads are cheaper to copy than to transfer as separate segments."""
 MAX_SLOTS = 500
-"""Parts of a run with payloads in place: systems accept 1,024 places in a transfer."""
+"""Maximum number of slots in a run with payloads in place; systems accept at most 1,024 segments per transfer (IOV_MAX)."""
 
 PayloadMemory = Callable[[int], Bytes | None]
 """Returns the memory of a chunk's whole payload, by the chunk's number; None if it has none."""
@@ -129,10 +129,10 @@ def encode_entries(layout: ShardLayout, offsets: npt.ArrayLike, sizes: npt.Array
 
 
 def checksum_error(array: str, what: str, path: str, offset: int, nbytes: int) -> CorruptionError:
-    """Return the error of stored bytes whose crc32c is not theirs."""
+    """Return the error for stored bytes that do not match their crc32c."""
     return CorruptionError(
-        f"array {array!r}: {what} of {path} fails its crc32c (offset {offset}, {nbytes} bytes): the file is damaged; restore "
-        "it from another copy"
+        f"array {array!r}: {what} of {path} fails its crc32c check (offset {offset}, {nbytes} bytes): the file is damaged; "
+        "restore it from another copy"
     )
 
 
@@ -180,8 +180,8 @@ def finish_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
 def verify_slots(
     slots: Bytes, layout: ShardLayout, first_chunk: int, *, path: str, array: str, base: int | None = None
 ) -> list[int]:
-    """Check the crc32c of every slot in `slots`, chunks from number `first_chunk` on; return the checksums. Errors name offsets
-    in a shard file, or in a file where chunk 0 is at `base`.
+    """Check the crc32c of every slot in `slots`, starting with chunk number `first_chunk`; return the checksums. Errors name
+    offsets in a shard file, or in a file where chunk 0 is at `base`.
 
     Raises CorruptionError naming array, file, chunk and offset of the first wrong chunk.
     """
@@ -204,7 +204,7 @@ class ScatteredMemory:
         self.size = sum(view.nbytes for view in views)
 
     def __getitem__(self, part: slice) -> ScatteredMemory:
-        """Return a part of it, which is the same memory."""
+        """Return a view of a part of it, sharing its memory."""
         start, stop, _ = part.indices(self.size)
         pieces: list[memoryview] = []
         offset = 0
@@ -270,7 +270,7 @@ class Slots:
         return all(memory is None for memory in self.in_place)
 
     def buffered(self, first: int = 0) -> Iterator[tuple[int, Bytes]]:
-        """Yield number and payload of the chunks, from the run's chunk `first` on, that travel through the buffer."""
+        """Yield the number and payload of each chunk that travels through the buffer, starting with the run's chunk `first`."""
         for number in range(first, len(self.in_place)):
             if self.in_place[number] is None:
                 yield self.first + number, np.frombuffer(self.payloads[number], np.uint8)

@@ -3,8 +3,8 @@
 [Note: the watch]
 Each rank has a thread, its watch, which polls a message board twice a second.
 - **A rank reports** an error that escapes from a call (`report_error`) or a failed collective (`collective_failed`); its
-  watch reports a neighbour without heartbeats. This raises an alarm on the board: every watch then posts a report,
-  whatever its main thread is doing.
+  watch reports a neighbour whose heartbeats have stopped. This raises an alarm on the board: every watch then posts a
+  report, whatever its main thread is doing.
 - **Every watch decides** by itself. All reach the same verdict, because `judge` depends only on the reports. If the run is
   broken, the watch cuts the connections: a rank waiting in a collective gets an error immediately, and raises RankError.
 - **The reporting rank waits** until its watch has decided, at most `_DECISION_TIMEOUT_S`. Concurrent reports are merged; a
@@ -17,7 +17,7 @@ shares with the rank's threads is read without a lock, and changed while holding
 
 [Note: calls of all ranks]
 If two ranks enter different collectives, these fail with the backend's own error, and gloo aborts the process. Scripts
-written for replicated models save only on the main process, so ranks synchronise on the board before the first collective
+written for replicated models save only on the main process, so ranks synchronize on the board before the first collective
 of a save or a load. A waiting rank checks the next rank: if that has closed its engine, or entered a collective that this
 rank has not, it will never arrive. If only some ranks make a call, at least one of them has a neighbour that does not,
 and its error stops all ranks.
@@ -118,7 +118,7 @@ class Watch:
         self, gather: Callable[[Any], list[Any]], rank: int, world_size: int, *, aborts: bool, timeout_s: float | None
     ) -> None:
         """Start to watch (all ranks); `gather` is an all-gather. To interrupt collectives, a broken run's process group is
-        aborted if `aborts`; its connections are shut down in any case. `timeout_s` is the heartbeat timeout; None: none."""
+        aborted if `aborts`; its connections are shut down in any case. `timeout_s` is the heartbeat timeout; None disables it."""
         self._rank, self._world_size, self._aborts = rank, world_size, aborts
         self.connections.store_port = store_port()
         # Identify the connections before a rank can fail.
@@ -203,7 +203,7 @@ class Watch:
         if unanswered is not None:
             self._stop_run_without_board()
 
-    def synchronise(self, call: str) -> None:
+    def synchronize(self, call: str) -> None:
         """Return once all ranks are in `call` (all ranks). Raises UsageError if another rank will never make this call."""
         self._num_barriers += 1
         key = f"meeting/{self._num_barriers}"

@@ -194,7 +194,7 @@ class World:
         watch.activity.phase, watch.activity.unit = phase, ""
         try:
             if meeting is not None:
-                watch.synchronise(meeting)
+                watch.synchronize(meeting)
             yield
         except BaseException as error:
             watch.report_error(error)

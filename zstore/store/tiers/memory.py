@@ -1,4 +1,4 @@
-"""The host and device tiers: shards in memory, which passes change in place and pins protect in place."""
+"""The host and device tiers: shards in memory, which passes change in place and pins protect without copying."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MEMORY_TILE_NUMEL = 512 * 1024
-"""Approximate elements of a tile if all arrays are in memory: few enough that an update's data stays in cache."""
+"""Approximate number of elements in a tile if all arrays are in memory: few enough that an update's data stays in cache."""
 DEVICE_TILE_NUMEL = 16 * 1024 * 1024
 """Elements of a tile of device memory: enough that its kernels take longer than their launch."""
 _SLAB_BYTES = 32 * HUGE_PAGE_BYTES
@@ -39,7 +39,7 @@ def shared_bytes(nbytes: int) -> int:
 
 
 class MemoryTier(Tier):
-    """Shards as 1-D memory of their unpadded elements. A pass that changes a shard waits until its pins are released."""
+    """Shards held as 1-D arrays of their unpadded elements. A pass that changes a shard waits until its pins are released."""
 
     tile_numel = MEMORY_TILE_NUMEL
     owns_memory = False
@@ -53,7 +53,7 @@ class MemoryTier(Tier):
         self._changing: set[str] = set()
         self._stopped = False
         self._failing: set[str] = set()
-        """Arrays whose changes stop waiting for a pin."""
+        """Arrays whose pending changes must give up waiting for a pin to be released."""
         self._pin_released = threading.Condition()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
@@ -167,13 +167,13 @@ class MemoryTier(Tier):
             self._pin_released.notify_all()
 
     def fail_waiting(self, names: Iterable[str]) -> None:
-        """Fail the changes of these shards that are waiting for a pin now."""
+        """Fail the changes of these shards that are currently waiting for a pin to be released."""
         with self._pin_released:
             self._failing = {name for name in self._changing.intersection(names) if self._pins[name]}
             self._pin_released.notify_all()
 
     def stop_waiting(self) -> None:
-        """Fail all changes that wait for a pin, now and later: the holder of the pin may be waiting for `close` itself."""
+        """Fail all changes that wait for the release of a pin, now or later: its holder may itself be waiting for `close`."""
         with self._pin_released:
             self._stopped = True
             self._pin_released.notify_all()
@@ -255,7 +255,7 @@ class DeviceTier(MemoryTier):
         return torch.zeros(local.valid_numel, dtype=getattr(torch, local.spec.dtype), device=self._device)
 
     def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
-        """Keep a shard in other memory, which already has its values, or without memory."""
+        """Move a shard to other memory, which already holds its values, or leave it without memory."""
         with self._pin_released:
             self._require_idle(name)
             self._memory[name] = None if memory is None else self._adopt(self._shards[name], memory)
@@ -290,12 +290,12 @@ class MemoryPin:
         return self._owner.name
 
     def fill(self, first: int, stop: int, out: Bytes) -> None:
-        """Copy global flat elements `[first, stop)`, all of this shard, into `out`, of any shape."""
+        """Copy global flat elements `[first, stop)`, all within this shard, into `out`, of any shape."""
         low = first - self.local.base
         copy_out(self._memory[low : low + stop - first], out)
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
-        """Copy the elements into `out`, on any grid whose shard is within this one."""
+        """Copy the elements of `shard` of `grid`, which must lie within this shard, into `out`."""
         self._require_within(grid, shard)
         first = shard * grid.shard_numel
         self.fill(first, first + grid.shard_valid_numel(shard), out)
