@@ -116,7 +116,7 @@ def test_what_cannot_be_is_refused_at_once(store: Store) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             store.put(name, value)
-    with pytest.raises(UsageError, match="2 names for the extents"):
+    with pytest.raises(UsageError, match="2 names for the dimensions"):
         store.put("a/d", np.zeros(3), dims=("x", "y"))
     with zstore.open_store() as other:
         other.put("a/w", 7)

@@ -51,7 +51,7 @@ from zstore.tools.convert import convert_command
 from zstore.tools.options import Common
 from zstore.tools.reshard import reshard_command
 from zstore.tools.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-from zstore.weights.cast import Castor, cast_into, castors
+from zstore.weights.cast import CastLibrary, cast_into, cast_libraries
 from zstore.weights.files import Weight, plan_files, plan_model
 from zstore.weights.from_checkpoint import DTYPES, frozen_weights, list_weights, write_weights
 
@@ -144,7 +144,7 @@ def test_casts_are_those_of_torch(values: npt.NDArray[np.float32]) -> None:
         ("bfloat16", np.dtype(ml_dtypes.bfloat16), torch.bfloat16),
     ):
         found: set[bytes] = set()
-        for by in castors():
+        for by in cast_libraries():
             target = np.empty(values.size, native)
             lost = cast_into(values, target, dtype, "inf", by=by)
             wanted = torch.from_numpy(values.copy()).to(kind)
@@ -155,8 +155,8 @@ def test_casts_are_those_of_torch(values: npt.NDArray[np.float32]) -> None:
         assert len(found) == 1, "NaNs have the same bits whoever casts"
 
 
-@pytest.mark.parametrize("by", castors())
-def test_fp32_becomes_fp16_as_numpy_has_it_at_every_rounding_border(by: Castor) -> None:
+@pytest.mark.parametrize("by", cast_libraries())
+def test_fp32_becomes_fp16_as_numpy_has_it_at_every_rounding_border(by: CastLibrary) -> None:
     # All that fp16 tells apart, subnormal ones aside, and their signs.
     kept = np.arange(0, 2**32, 2**13, dtype=np.uint64)
     around = np.array([0, 1, 0xFFE, 0xFFF, 0x1000, 0x1001, 0x1FFF], np.uint64)
@@ -174,8 +174,8 @@ def test_fp32_becomes_fp16_as_numpy_has_it_at_every_rounding_border(by: Castor) 
         assert lost == np.count_nonzero(np.isinf(expected) & np.isfinite(part))
 
 
-@pytest.mark.parametrize("by", castors())
-def test_every_bit_pattern_of_fp16_becomes_the_same_fp32_whoever_casts(by: Castor) -> None:
+@pytest.mark.parametrize("by", cast_libraries())
+def test_every_bit_pattern_of_fp16_becomes_the_same_fp32_whoever_casts(by: CastLibrary) -> None:
     values = np.arange(2**16, dtype=np.uint16).view(np.float16)
     for part in (values, values[np.isfinite(values)]):
         target = np.empty(part.size, np.float32)

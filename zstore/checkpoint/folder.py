@@ -1,4 +1,4 @@
-"""The folder that a checkpoint's files are read from, local or behind a URL (`zstore.remote`); and its size on disk.
+"""The folder that a checkpoint's files are read from, local or at a URL (`zstore.remote`); and its size on disk.
 
 [Note: sizes]
 Three sizes describe a checkpoint, with the same names in all commands and docs: its *array data* are the values alone; its
@@ -102,7 +102,7 @@ class Folder(ABC):
     @abstractmethod
     def check_file(self, file: str) -> None:
         """Raise FileNotFoundError if a local file is missing, CorruptionError if it is not a regular file, or a parent is
-        not a folder or is a link. Does nothing behind a URL, where there are no links."""
+        not a folder or is a link. Does nothing at a URL, where there are no links."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """Return the bytes of each of `files`, or the error of reading it."""
@@ -301,7 +301,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredFiles:
-    """The files of checkpoints, each once; behind a URL, where there are no links, a checkpoint counts as one file."""
+    """The files of checkpoints, each once; at a URL, where there are no links, a checkpoint counts as one file."""
 
     files: Mapping[Hashable, StoredFile]
     """Files by a key that identifies the file, also across checkpoints."""

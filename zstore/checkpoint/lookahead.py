@@ -90,7 +90,7 @@ class ReadAhead(Closing):
     block.
 
     The spans take about `memory_bytes` in addition to the reader's pool (default: 48 MiB, at most half of the pool). Either
-    `read` copies consecutive pieces of the ranges, or `take` returns whole spans. Both raise the errors of reading.
+    `read` copies consecutive pieces of the ranges, or `take` returns whole spans. Both raise any error from reading.
     """
 
     def __init__(self, reader: ArraySource, ranges: Sequence[Range], *, memory_bytes: int | None = None) -> None:

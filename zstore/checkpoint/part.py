@@ -320,7 +320,7 @@ class RankPart(CheckpointBuilder):
         return summary
 
     def _link_known(self, name: str, pin: PinnedShard, path: Path) -> ShardSummary | None:
-        """Link an equal file of an earlier checkpoint; None without one. See [Note: links of unchanged shards]."""
+        """Link an equal file of an earlier checkpoint; None if there is none. See [Note: links of unchanged shards]."""
         request = self._request
         known = request.unchanged(name)
         if known is None or not known.link(self._files, path):

@@ -264,7 +264,7 @@ class CheckpointReader(ArraySource):
 
     @property
     def path(self) -> Path:
-        """The tag's folder; raises UsageError if it is behind a URL."""
+        """The tag's folder; raises UsageError if it is at a URL."""
         return self.folder.path
 
     @property
@@ -349,7 +349,7 @@ class CheckpointReader(ArraySource):
                 f"array {name!r}: the shard file {path} is missing; restore it from another copy"
             ) from error
         shard_reader = array.open_shard(self.shard_resources, path, shard)
-        if self.folder.is_local:  # behind a URL, that would be another request; chunks have checksums anyway
+        if self.folder.is_local:  # at a URL, that would be another request; chunks have checksums anyway
             shard_reader.check_size()
         shard_reader.expect_crcs(crcs)
         with self._lock:
@@ -422,7 +422,7 @@ def open_checkpoint(
 
 
 def tags(place: FolderLike) -> list[TagInfo]:
-    """Return the committed checkpoints in the folder `place`, the oldest first; for a tag's folder, only that checkpoint."""
+    """Return the committed checkpoints in the folder `place`, oldest first; for a tag's folder, only that checkpoint."""
     return list(list_tags(place).tags)
 
 

@@ -49,7 +49,7 @@ class Keep:
             raise UsageError(f"keep: tags are {tags!r}; expected a list of names or patterns")
 
     def reasons(self, infos: Sequence[TagInfo]) -> list[list[str]]:
-        """Return the reasons to keep each checkpoint of `infos`, the oldest first; one without reasons is removed."""
+        """Return the reasons to keep each checkpoint of `infos`, oldest first; one without reasons is removed."""
         best = self._best(infos)
         reasons: list[list[str]] = []
         for number, info in enumerate(infos):
@@ -104,7 +104,7 @@ class Fate:
 
 
 def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
-    """Apply the rules to each checkpoint in `folder`, local or behind a URL, the oldest first. Raises
+    """Apply the rules to each checkpoint in `folder`, local or at a URL, oldest first. Raises
     CheckpointNotFoundError if the folder has none, or if none has the metric of the rules."""
     catalog = scan(folder)
     if not catalog.tags:
@@ -124,7 +124,7 @@ def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
 def _reasons(
     folder: FolderLike, keep: Keep, infos: Sequence[TagInfo], catalog: Catalog
 ) -> list[tuple[TagInfo, list[str]]]:
-    """Return the reasons to keep each checkpoint of `infos`, the oldest first, by the rules and the file `latest`."""
+    """Return the reasons to keep each checkpoint of `infos`, oldest first, by the rules and the `latest` file."""
     selected, note = default_tag(folder_at(folder), catalog) if catalog.tags else (None, "")
     selected_folders = {selected.folder.name} if selected is not None and note else set()
     return [
@@ -134,7 +134,7 @@ def _reasons(
 
 
 def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:
-    """Return lines with the number of removals, the bytes that they free, and each checkpoint, the oldest first."""
+    """Return lines with the number of removals, the bytes that they free, and each checkpoint, oldest first."""
     width = max(len(fate.info.tag) for fate in fates)
     removed = [fate for fate in fates if not fate.reasons]
     total = format_bytes(sum(fate.size_bytes for fate in removed))

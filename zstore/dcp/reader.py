@@ -36,7 +36,7 @@ from zstore.io.memory import torch_dtype
 from zstore.open.sources import open_source
 
 _GAP_BYTES = 1024 * 1024
-"""Ranges that are closer are read in one: chunks are at most about that large."""
+"""Ranges closer than this are read together: chunks are at most about this large."""
 
 
 class Reader(StorageReader):
@@ -177,8 +177,8 @@ class _BlockRead:
         spec = source.arrays[name].spec
         self._source, self._name, self._item, self._planner = source, name, item, planner
         self._box = Box(spec.shape, tuple(item.storage_offsets), tuple(item.lengths))
-        most = MEMORY_BYTES // 6 // spec.itemsize
-        found = flat_ranges(self._box, most, _GAP_BYTES // spec.itemsize)
+        max_numel = MEMORY_BYTES // 6 // spec.itemsize
+        found = flat_ranges(self._box, max_numel, _GAP_BYTES // spec.itemsize)
         self.ranges: list[Range] = [(name, *each) for each in found if each[0] < each[1]]
         """The flat ranges to read."""
 

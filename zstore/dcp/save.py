@@ -155,12 +155,12 @@ class Save:
         return [replace(plan, storage_data=self._work_of(rank, plan)) for rank, plan in enumerate(self._plans)]
 
     def _work_of(self, rank: int, plan: SavePlan) -> RankWork:
-        mine = {item.index.fqn for item in plan.items}
+        planned = {item.index.fqn for item in plan.items}
         return RankWork(
             folder=str(self._folder),
             rank=rank,
-            arrays={key: each for key, each in self._layouts.items() if key in mine or each.is_owned_by(rank)},
-            names={key: self._names[key] for key in mine if key not in self._layouts},
+            arrays={key: each for key, each in self._layouts.items() if key in planned or each.is_owned_by(rank)},
+            names={key: self._names[key] for key in planned if key not in self._layouts},
             sync=self._flush is None,
         )
 

@@ -16,9 +16,9 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
   smaller ones make every step slower (110 M parameters on 2 cores: 4 % at 200 KiB, 10 % at 96).
 - Among chunk sizes near that target, the one that pads the shard least, then wastes least in 4-KiB blocks.
 - The grid depends only on shape and world size, so all state of a parameter shares it, whatever its data type. An array of
-  one bit an element is bytes in a row; a chunk has the bytes of the elements' chunk (`Grid.packed`).
-- An array that keeps more than two extents has rows of several. A row that is cut is cut along one of them, into equal parts
-  of it with all later extents, so chunks keep the elements' order.
+  one bit per element is bytes in a row; a chunk has the bytes of the elements' chunk (`Grid.packed`).
+- An array that keeps more than two dimensions has rows of several. A row that is cut is cut along one of them, into equal
+  parts of it with all later dimensions, so chunks keep the elements' order.
 - In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes
   8 KiB at least, so 512 bytes cut over 64 ranks would take half a megabyte in 32 files.
 """
@@ -78,7 +78,7 @@ STEM_KEY = "weights_stem"
 """Key of a record's state: the one of `STEMS` that the weights' files had."""
 
 MAX_NAME = 4096
-"""Characters of an array's name, at most."""
+"""Maximum number of characters in an array's name."""
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 ALIGN_NUMEL = 16
@@ -145,9 +145,9 @@ class ArraySpec(Shaped):
     aliases: tuple[str, ...] = ()
     """Other fully qualified names of the same tensor (tied parameters), without the group."""
     keeps_shape: bool = False
-    """Whether it is stored in its own shape, even if that has no extents or more than two."""
+    """Whether it is stored in its own shape, even if that has no dimensions or more than two."""
     dims: tuple[str, ...] = ()
-    """Names of the extents; empty if they have none."""
+    """Names of the dimensions; empty if they have none."""
 
     def __post_init__(self) -> None:
         numpy_dtype(self.dtype)
@@ -159,7 +159,7 @@ class ArraySpec(Shaped):
         if any(n < 0 for n in self.shape):
             raise ValueError(f"array {self.name!r}: shape {self.shape} has a negative extent")
         if self.dims and len(self.dims) != len(self.stored_shape):
-            raise ValueError(f"array {self.name!r}: {len(self.dims)} names for the extents {self.stored_shape}")
+            raise ValueError(f"array {self.name!r}: {len(self.dims)} names for the dimensions {self.stored_shape}")
 
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:
@@ -381,7 +381,7 @@ def _chunk_cols(row_numel: int) -> int:
 
 
 def _chunk_cols_within(row_shape: tuple[int, ...]) -> int:
-    """Return `_chunk_cols` of a row of several extents: whole parts of one of them, with all later extents."""
+    """Return `_chunk_cols` of a row of several dimensions: whole parts of one of them, with all later ones."""
     if math.prod(row_shape) <= MAX_CHUNK_NUMEL:
         return math.prod(row_shape)
     candidates = [math.prod(row_shape)]

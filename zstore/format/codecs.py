@@ -81,7 +81,7 @@ def parse_codec(document: object) -> Codec:
 
 
 def max_stored_bytes(payload_bytes: int) -> int:
-    """Return the most bytes of a compressed chunk, without its crc32c."""
+    """Return the maximum size of a compressed chunk, without its crc32c."""
     return payload_bytes + payload_bytes // 128 + 1024
 
 

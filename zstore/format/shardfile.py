@@ -196,7 +196,7 @@ def verify_slots(
 
 
 class ScatteredMemory:
-    """Memory in several places for one transfer, as if it were one array of `size` bytes."""
+    """Several memory segments for one transfer, as if it were one array of `size` bytes."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self.views = views
@@ -215,14 +215,14 @@ class ScatteredMemory:
         return ScatteredMemory(pieces)
 
     def fill(self, data: bytes | Bytes) -> None:
-        """Copy `data`, of the same size, into the places."""
+        """Copy `data`, of the same size, into the segments."""
         source, offset = np.frombuffer(data, np.uint8).data, 0
         for view in self.views:
             view[:] = source[offset : offset + view.nbytes]
             offset += view.nbytes
 
     def copy_into(self, out: Bytes) -> None:
-        """Copy the places' bytes into `out`, of the same size."""
+        """Copy the segments' bytes into `out`, of the same size."""
         target, offset = out.data, 0
         for view in self.views:
             target[offset : offset + view.nbytes] = view

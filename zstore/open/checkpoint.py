@@ -63,7 +63,7 @@ class LazyArray:
 
     @property
     def ndim(self) -> int:
-        """Number of extents."""
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
@@ -87,15 +87,15 @@ class LazyArray:
     def __getitem__(self, key: Key) -> Any:
         items = _expanded(key, self.ndim)
         # An array without memory gives the shape of the result, and numpy's errors.
-        wanted = np.broadcast_to(np.zeros((), self.dtype), self.shape)[items]
+        probe = np.broadcast_to(np.zeros((), self.dtype), self.shape)[items]
         given = (item if isinstance(item, slice) else operator.index(item) for item in items if item is not None)
         index = [item if isinstance(item, slice) else slice(item, item + 1 or None) for item in given]
         counts = [len(range(*item.indices(extent))) for item, extent in zip(index, self.shape, strict=True)]
         out = empty_array(self.name, tuple(counts), self.dtype)
         if out.size:
             self._fill(0, self.shape, index, out)
-        is_scalar = not wanted.shape and not ((isinstance(key, tuple) and Ellipsis in key) or key is Ellipsis)
-        return out.reshape(wanted.shape)[() if is_scalar else ...]
+        is_scalar = not probe.shape and not ((isinstance(key, tuple) and Ellipsis in key) or key is Ellipsis)
+        return out.reshape(probe.shape)[() if is_scalar else ...]
 
     def _fill(self, base: int, shape: tuple[int, ...], index: Sequence[slice], out: Array) -> None:
         """Read the selection `index` of the block of `shape` that begins at flat element `base` into `out`."""
@@ -323,7 +323,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
     def zarr(self) -> Group:
         """Return the checkpoint as a group of zarr-python, read-only; bfloat16 is `ml_dtypes.bfloat16`.
 
-        Arrays have their stored shape: if they had more than two extents, the last one and the product of the others.
+        Arrays have their stored shape: more than two dimensions become two, the product of all but the last, and the last.
         """
         if not self.source.record.id:
             raise CheckpointMismatchError(f"{self.location} is {self.source.kind}, which is not Zarr: convert it first")

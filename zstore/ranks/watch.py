@@ -118,7 +118,7 @@ class Watch:
         self, gather: Callable[[Any], list[Any]], rank: int, world_size: int, *, aborts: bool, timeout_s: float | None
     ) -> None:
         """Start to watch (all ranks); `gather` is an all-gather. To interrupt collectives, a broken run's process group is
-        aborted if `aborts`; its connections are shut down in any case. `timeout_s` is the heartbeat timeout; None disables it."""
+        aborted if `aborts`; its connections are shut down in any case. `timeout_s` is the heartbeat timeout, or None."""
         self._rank, self._world_size, self._aborts = rank, world_size, aborts
         self.connections.store_port = store_port()
         # Identify the connections before a rank can fail.

@@ -84,7 +84,7 @@ _MAX_PARTS = 9000
 _NUM_SMALL = 16
 """Small files read concurrently."""
 _NUM_LOOKUPS = 4
-"""Hosts looked up concurrently, at most."""
+"""Maximum number of concurrent host lookups."""
 _WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "memory"})
 
 

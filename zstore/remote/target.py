@@ -227,16 +227,16 @@ def _remove_remains(folder: BucketFolder, name: str) -> None:
     asides = [working_name(*own) for own in found if own[:2] == (name, SET_ASIDE)]
     try:  # other failures are the caller's, which leaves the lock for the next sweep
         read_record(folder.child(name))
-        doomed = asides
+        removable = asides
     except (*MISSING, CorruptionError, CheckpointMismatchError):
-        doomed = [each for each in (name, *asides) if not folder.child(each).has(RECORD_FILE)]
-    for each in doomed:
+        removable = [each for each in (name, *asides) if not folder.child(each).has(RECORD_FILE)]
+    for each in removable:
         folder.child(each).remove(RECORD_FILE)
         folder.remove_tree(each)
 
 
 def remover(place: Folder) -> Callable[[TagInfo], None]:
-    """Return a function that removes a committed checkpoint in the folder `place`, local or behind a URL, so that half of it
+    """Return a function that removes a committed checkpoint in the folder `place`, local or at a URL, so that half of it
     never looks like a checkpoint."""
     if isinstance(place, BucketFolder):
         return partial(remove_checkpoint, place)
@@ -305,30 +305,30 @@ class ServiceTarget:
         self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
     ) -> int:
         """Send the files that the service neither has nor links."""
-        wanted: dict[str, Any] = {}
+        missing: dict[str, Any] = {}
         if not self.facts["committed"]:
             # The files of one rank, or of all.
             query = f"?rank={rank}" if rank else ""
-            wanted = {each["path"]: each for each in self._connection.ask("GET", f"{self._path}{query}")["files"]}
-        advance(sum(size for file, size in files.items() if file not in wanted))
-        tasks = [partial(self._deliver, top / file, each, advance) for file, each in wanted.items() if file in files]
+            missing = {each["path"]: each for each in self._connection.ask("GET", f"{self._path}{query}")["files"]}
+        advance(sum(size for file, size in files.items() if file not in missing))
+        tasks = [partial(self._deliver, top / file, each, advance) for file, each in missing.items() if file in files]
         return sum(workers.run(tasks))
 
-    def _deliver(self, source: Path, wanted: dict[str, Any], advance: Advance) -> int:
+    def _deliver(self, source: Path, entry: dict[str, Any], advance: Advance) -> int:
         """Let the service link a file, or send it; return the bytes sent."""
         is_linked = False
-        if wanted["candidate"]:
-            claims = {"files": {wanted["path"]: _sha256(source)}}
+        if entry["candidate"]:
+            claims = {"files": {entry["path"]: _sha256(source)}}
             answer = self._connection.ask("POST", f"{self._path}/claims", claims, timeout_s=_COMMIT_S)
-            is_linked = wanted["path"] in answer["linked"]
-        nbytes = 0 if is_linked else self._send_file(source, wanted, advance)
-        advance(wanted["bytes"])
+            is_linked = entry["path"] in answer["linked"]
+        nbytes = 0 if is_linked else self._send_file(source, entry, advance)
+        advance(entry["bytes"])
         return nbytes
 
-    def _send_file(self, source: Path, wanted: Mapping[str, Any], advance: Advance) -> int:
+    def _send_file(self, source: Path, entry: Mapping[str, Any], advance: Advance) -> int:
         """Send the part of a file that the service lacks, and resume if the connection breaks; return its bytes."""
-        connection, path = self._connection, f"{self._path}/files/{quote(wanted['path'])}"
-        size, received, tries, corrupt = int(wanted["bytes"]), int(wanted["received"]), 0, 0
+        connection, path = self._connection, f"{self._path}/files/{quote(entry['path'])}"
+        size, received, tries, corrupt = int(entry["bytes"]), int(entry["received"]), 0, 0
 
         def attempt() -> int:
             nonlocal tries, corrupt

@@ -110,7 +110,7 @@ class Library:
 
     def short_journals(self, run: Run) -> RunJournals:
         """Return the journals of a run with only the last step, for the list of all."""
-        return self._short_journals.get(run.folder.location, lambda: RunJournals(run.folder, most_steps=0))
+        return self._short_journals.get(run.folder.location, lambda: RunJournals(run.folder, max_steps=0))
 
     def reader(self, info: TagInfo) -> CheckpointReader:
         """Return a reader of a checkpoint, which is not to be closed. Raises like `CheckpointReader`."""

@@ -51,12 +51,12 @@ class RunCheckpoints:
         self._lock = threading.RLock()
 
     def all(self) -> dict[str, TagInfo]:
-        """Return the checkpoints by path, the oldest first. Raises CheckpointNotFoundError if the folder is missing."""
+        """Return the checkpoints by path, oldest first. Raises CheckpointNotFoundError if the folder is missing."""
         with self._lock:
             return self._refresh().infos
 
     def newest(self) -> tuple[str, TagInfo] | None:
-        """Return path and checkpoint of the newest; None without a checkpoint."""
+        """Return the path and the newest checkpoint; None if there is none."""
         found = self.all()
         return _with_path(found, newest_tag(list(found.values()))) if found else None
 
@@ -156,8 +156,8 @@ class RunCheckpoints:
         )
 
 
-def _with_path(found: Mapping[str, TagInfo], wanted: TagInfo) -> tuple[str, TagInfo]:
-    return next((path, info) for path, info in found.items() if info is wanted)
+def _with_path(found: Mapping[str, TagInfo], target: TagInfo) -> tuple[str, TagInfo]:
+    return next((path, info) for path, info in found.items() if info is target)
 
 
 def _same(one: TagInfo | None, other: TagInfo) -> bool:

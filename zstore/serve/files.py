@@ -100,7 +100,7 @@ def _without_slash(run: NamedRun, request: Request) -> Response:
 @router.get("/zarr/{run}/{path:path}", response_class=Response, responses={206: {}, 304: {}, 307: {}, 416: {}})
 @router.head("/zarr/{run}/{path:path}", include_in_schema=False)
 async def _file(run: NamedRun, path: str, request: Request, library: Shared, recursive: bool = False) -> Response:
-    """A file unchanged, or with a trailing `/` the content of a folder."""
+    """A file unchanged, or with a trailing `/` the contents of a folder."""
     parts = tuple(request.scope["raw_path"].decode("ascii", "replace").partition("/zarr/")[2].split("/")[1:])
     if parts[-1] == "":
         return await run_in_threadpool(_listing, library, run, parts, request, recursive)

@@ -4,7 +4,7 @@ Journals of one folder are sessions of one run: the newest one counts for its st
 
 [Note: samples of steps]
 A long run has more steps than a curve has points: of its steps, and of its metrics, every n-th line is kept, and the newest
-ones; n doubles whenever more than wanted are kept. Most of these lines are never decoded.
+ones; n doubles whenever too many are kept. Most of these lines are never decoded.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _is_alive(session: models.Session) -> bool:
 class _Sample:
     """The kept lines of one kind. See [Note: samples of steps]."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._num_newest = most, max(1, most // 4)
+    def __init__(self, max_lines: int) -> None:
+        self._max_lines, self._num_newest = max_lines, max(1, max_lines // 4)
         self._older: list[bytes] = []
         self._every, self._num_older = 1, 0
         self.newest: deque[bytes] = deque()
@@ -78,10 +78,10 @@ class _Sample:
         self.newest.append(line)
         if len(self.newest) > self._num_newest:
             older = self.newest.popleft()
-            if self._most and self._num_older % self._every == 0:
+            if self._max_lines and self._num_older % self._every == 0:
                 self._older.append(older)
             self._num_older += 1
-        if len(self._older) > self._most:
+        if len(self._older) > self._max_lines:
             self._older, self._every = self._older[::2], 2 * self._every
 
     def records(self) -> list[Record]:
@@ -91,9 +91,9 @@ class _Sample:
 class RunJournals:
     """The journals in a run's folder. Usable from any thread; calls block on the file system."""
 
-    def __init__(self, folder: Folder, most_steps: int = 2000) -> None:
-        """`most_steps`: of which curves are drawn; 0: only the last step is known."""
-        self._folder, self._most_steps = folder, most_steps
+    def __init__(self, folder: Folder, max_steps: int = 2000) -> None:
+        """`max_steps`: approximate maximum number of steps kept for curves; 0: only the last step is known."""
+        self._folder, self._max_steps = folder, max_steps
         self._epoch = 0
         self._lock = threading.Lock()
         self._reset()
@@ -101,7 +101,7 @@ class RunJournals:
     def _reset(self) -> None:
         self._done: dict[str, int] = {}
         """Bytes read of each journal."""
-        self._samples = {kind: _Sample(self._most_steps) for kind in (b"step", b"metrics")}
+        self._samples = {kind: _Sample(self._max_steps) for kind in (b"step", b"metrics")}
         self._last_step: Record = {}
         self._last_at = 0.0
         self._memory: Record = {}

@@ -117,7 +117,7 @@ class NotFinite(Answer):
 
 
 class RunDetail(Answer):
-    """`GET /api/runs/{run}`: the newest 20 sessions, 200 saves and 100 of the others, the oldest first."""
+    """`GET /api/runs/{run}`: the newest 20 sessions, 200 saves and 100 of the others, oldest first."""
 
     summary: RunSummary
     sessions: list[Session]
@@ -182,7 +182,7 @@ class RefusedFolder(Answer):
 
 
 class CheckpointList(Answer):
-    """`GET /api/runs/{run}/checkpoints`: the oldest first."""
+    """`GET /api/runs/{run}/checkpoints`: oldest first."""
 
     checkpoints: list[CheckpointEntry]
     refused: list[RefusedFolder]

@@ -3,7 +3,7 @@
 [Note: the protocol of an upload]
     POST   /api/uploads                   the record, and which files there are; refused here if it may not be
     PUT    /api/uploads/ID/files/PATH     the root's zarr.json and the manifests, each checked against the record
-    POST   /api/uploads/ID/plan           which files are wanted; refused here if the drive has no room
+    POST   /api/uploads/ID/plan           which files are needed; refused here if the drive has no room
     POST   /api/uploads/ID/claims         (each rank) the SHA-256 of files that a committed checkpoint seems to have
     PUT    /api/uploads/ID/files/PATH     (each rank) the others; `Content-Range` gives the first byte
     POST   /api/uploads/ID/commit         the checkpoint is visible from now on, whole
@@ -110,7 +110,7 @@ def _remove(upload: NamedUpload, library: Shared) -> None:
 
 @router.post("/uploads/{upload}/plan")
 def _plan(upload: NamedUpload) -> UploadState:
-    """Return which files are wanted, once metadata and manifests exist; refused if they do not fit on the drive."""
+    """Return which files are needed, once metadata and manifests exist; refused if they do not fit on the drive."""
     upload.plan()
     upload.require_room()
     upload.touch()

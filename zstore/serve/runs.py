@@ -147,7 +147,7 @@ class RunTable:
     def folder_for_uploads(self, name: str) -> Path:
         """Return the folder of the run of that name; of a new one in the first root that is a folder and not a run.
 
-        Raises UsageError for a run behind a URL, and for names that no new run can have.
+        Raises UsageError for a run at a URL, and for names that no new run can have.
         """
         run = self.all().get(name)
         if run is None:

@@ -95,10 +95,10 @@ class _Source:
 
     def files(self) -> Iterator[_File]:
         """Yield the safetensors files, the index last if there are several."""
-        dtype, most = self.query.dtype, parse_bytes(self.query.max_shard_size)
+        dtype, max_bytes = self.query.dtype, parse_bytes(self.query.max_shard_size)
         layouts: list[FileLayout] = self.library.layouts.get(
-            (*self.key, most),
-            lambda: plan_model(list_weights(self.reader, DTYPES[dtype]), most, self.info.record.state),
+            (*self.key, max_bytes),
+            lambda: plan_model(list_weights(self.reader, DTYPES[dtype]), max_bytes, self.info.record.state),
         )
         for layout in layouts:
             etag = self._etag(layout.header)

@@ -1,6 +1,6 @@
 """Casts of weights, round to nearest even, that detect values that the target type cannot hold.
 
-[Note: who casts]
+[Note: cast libraries]
 Casts between fp32 and 16-bit types are numkong's if it is installed, else torch's if the process has loaded it, else numpy's,
 with integer arithmetic for fp32 to fp16 (below). torch is not loaded for a cast: that takes 200 MB and as long as casting a
 billion elements. Finite results have the same bits from each. Tiles with other values are left to numpy: libraries differ in
@@ -28,8 +28,8 @@ import numpy.typing as npt
 from ..format.arrays import Array, numpy_dtype
 
 Overflow = Literal["error", "inf", "clamp"]
-Castor = Literal["numkong", "torch", "numpy"]
-"""The library that casts. See [Note: who casts]."""
+CastLibrary = Literal["numkong", "torch", "numpy"]
+"""The library that casts. See [Note: cast libraries]."""
 
 _TILE_NUMEL = 64 * 1024
 """Elements of a tile, which stays in the cache between the cast and the check."""
@@ -44,17 +44,17 @@ _Cast = Callable[[Array, Array], bool]
 """Casts a tile, 1-D and contiguous; returns False, with the target overwritten, if numpy has to cast it."""
 
 
-def cast_into(source: Array, target: Array, dtype: str, overflow: Overflow, *, by: Castor | None = None) -> int:
+def cast_into(source: Array, target: Array, dtype: str, overflow: Overflow, *, by: CastLibrary | None = None) -> int:
     """Cast `source` into `target` (both 1-D, `target` of `dtype`); return how many finite values became infinite.
 
     With "clamp" they become the largest finite value of their sign. The bits depend neither on the library, by default
-    the fastest available, nor on how the elements are divided into calls. See [Note: who casts].
+    the fastest available, nor on how the elements are divided into calls. See [Note: cast libraries].
     """
     if source.dtype == numpy_dtype(dtype):
         target[:] = source
         return 0
     lost = 0
-    cast = _cast_of(source, target, dtype, by or castors()[0])
+    cast = _cast_of(source, target, dtype, by or cast_libraries()[0])
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for first in range(0, source.size, _TILE_NUMEL):
             piece, out = source[first : first + _TILE_NUMEL], target[first : first + _TILE_NUMEL]
@@ -75,9 +75,9 @@ def _cast_all(source: Array, target: Array, dtype: str, overflow: Overflow) -> i
     return int(infinite.sum())
 
 
-def castors() -> list[Castor]:
-    """Return the available ways to cast, the fastest first; torch only if it is loaded."""
-    found: list[Castor] = ["numpy"]
+def cast_libraries() -> list[CastLibrary]:
+    """Return the available cast libraries, fastest first; torch only if it is loaded."""
+    found: list[CastLibrary] = ["numpy"]
     if "torch" in sys.modules:
         found.insert(0, "torch")
     if _numkong is not None:
@@ -85,7 +85,7 @@ def castors() -> list[Castor]:
     return found
 
 
-def _cast_of(source: Array, target: Array, dtype: str, by: Castor) -> _Cast:
+def _cast_of(source: Array, target: Array, dtype: str, by: CastLibrary) -> _Cast:
     """Return the function that casts the tiles."""
     plain = source.flags.c_contiguous and target.flags.c_contiguous and sys.byteorder == "little"
     if not plain or (source.dtype.name, dtype) not in _FAST:

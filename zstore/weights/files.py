@@ -1,5 +1,5 @@
 """The safetensors files of a model: their layout, which is pure, and their writing: values are cast, piece by piece, into
-blocks of the files, which are written past the page cache.
+blocks of the files, which are written bypassing the page cache.
 
 Source of the file format: https://github.com/huggingface/safetensors (8 bytes of header size, JSON header, data without
 holes); of the numbering and the index: Hugging Face's sharded checkpoints.

@@ -161,7 +161,7 @@ def read_file(
     """Yield bytes `[start, stop)` of a weights file without writing it, in blocks of at most `block_bytes`, or one element; a
     block ends at a stored chunk's end, if chunks are not larger, so that none is read twice. Small weights share a block.
 
-    Raises CheckpointMismatchError if a value does not fit its type and `overflow` is "error", and the errors of reading.
+    Raises CheckpointMismatchError if a value does not fit its type and `overflow` is "error", and any error from reading.
     """
     if stop <= start:
         return

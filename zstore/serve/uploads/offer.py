@@ -330,7 +330,7 @@ def _not_zeros(path: Path, name: str, offset: int) -> CorruptionError:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, hex. Raises the errors of opening and reading it; a symbolic link is not followed."""
+    """Return the SHA-256 of a file, hex. Raises any error from opening or reading it; a symbolic link is not followed."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with os.fdopen(fd, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

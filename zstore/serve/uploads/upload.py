@@ -160,22 +160,22 @@ class Upload:
     def _find_candidates(self, plan: UploadPlan) -> dict[str, Path]:
         """Return files of committed checkpoints with the layout, the size and the checksums of expected files."""
         shards = plan.shards.items()
-        left = {file: one for file, one in shards if one.array.codec is None and not self.is_whole(file)}
+        remaining = {file: one for file, one in shards if one.array.codec is None and not self.is_whole(file)}
         found: dict[str, Path] = {}
         for info in reversed(scan(self.folder).tags[-_NUM_SEARCHED:]):
-            if not left:
+            if not remaining:
                 break
             with contextlib.suppress(ZstoreError, OSError), CheckpointReader(info) as reader:
-                for rank in {content.shard for content in left.values()} & set(range(info.record.world_size)):
+                for rank in {content.shard for content in remaining.values()} & set(range(info.record.world_size)):
                     for entry in reader.manifest(rank).shards:
                         array = reader.arrays.get(entry.array)
                         if array is None or entry.shard != rank:
                             continue
                         file = array.shard_file(rank)
-                        wanted = left.get(file)
-                        if wanted is not None and array == wanted.array and np.array_equal(entry.crcs, wanted.crcs):
+                        content = remaining.get(file)
+                        if content is not None and array == content.array and np.array_equal(entry.crcs, content.crcs):
                             found[file] = reader.path / file
-                            del left[file]
+                            del remaining[file]
         return found
 
     def _contents(self) -> dict[str, Content]:
