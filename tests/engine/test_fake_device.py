@@ -204,7 +204,7 @@ def test_a_checkpoint_names_the_share_that_the_device_updates(tmp_path: Path, ca
         caplog.clear()
         with FakeDevice() as device, start(config(ratio), _streams=device) as engine:
             engine.load_checkpoint(str(tmp_path), "a")
-        assert caplog.text.count(f'with offload_optimizer "ratio": {ratio} from a checkpoint of 0.5') == warnings
+        assert caplog.text.count(f'with offload_optimizer "ratio": {ratio} from a checkpoint with 0.5') == warnings
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
