@@ -201,10 +201,10 @@ class _BlockRead:
 
     def _fill(self, block: torch.Tensor, ahead: ReadAhead) -> None:
         out = block.reshape(-1).view(torch.uint8).numpy()
-        size, left = block.itemsize, sum(stop - first for _, first, stop in self.ranges)
-        while left and (span := ahead.take()) is not None:
+        size, remaining = block.itemsize, sum(stop - first for _, first, stop in self.ranges)
+        while remaining and (span := ahead.take()) is not None:
             for at, in_box, numel in self._box.overlap(span.first, span.stop):
                 start = (at - span.first) * size
                 out[in_box * size : (in_box + numel) * size] = span.data[start : start + numel * size]
-            left -= span.stop - span.first
+            remaining -= span.stop - span.first
             ahead.release(span)

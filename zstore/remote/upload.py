@@ -181,8 +181,8 @@ class _RemoteSave(Save):
         self._post(f"seen-{request.rank}", {})
 
     def _collect(self, pieces: bool) -> None:
-        others = range(1, self._request.world_size)
-        self._fetch(self._part.all_pieces() if pieces else (self._folder / manifest_file(rank) for rank in others))
+        other_ranks = range(1, self._request.world_size)
+        self._fetch(self._part.all_pieces() if pieces else (self._folder / manifest_file(rank) for rank in other_ranks))
         if not pieces:
             self._part.collect()
 
@@ -251,9 +251,9 @@ class _RemoteSave(Save):
     def _all_posted(self, kind: str) -> bool:
         """Wait up to `_END_TIMEOUT_S` for such a message of each other rank; return whether all have posted it (rank 0)."""
         deadline = time.monotonic() + _END_TIMEOUT_S
-        others = range(1, self._request.world_size)
+        other_ranks = range(1, self._request.world_size)
         with contextlib.suppress(OSError, RuntimeError):
-            while not all(self._posted(f"{kind}-{rank}") is not None for rank in others):
+            while not all(self._posted(f"{kind}-{rank}") is not None for rank in other_ranks):
                 if self._cancelled.wait(_END_PAUSE_S) or time.monotonic() > deadline:
                     return False
             return True

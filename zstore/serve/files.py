@@ -204,8 +204,8 @@ async def answer(request: Request, headers: Mapping[str, str], found: Representa
     return StreamingResponse(_chain(await anext(blocks), blocks), part.status, shown, found.media_type)
 
 
-async def _chain(begun: bytes | memoryview, blocks: Blocks) -> Blocks:
-    yield begun
+async def _chain(first: bytes | memoryview, blocks: Blocks) -> Blocks:
+    yield first
     async for block in blocks:
         yield block
 

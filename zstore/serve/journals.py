@@ -35,7 +35,7 @@ _MAX_NAMES = 64
 """Key of the non-finite numbers in a line."""
 _MIN_HEARTBEAT_S, _HEARTBEAT_STEPS = 60.0, 10
 _MAX_START_DELAY_S = 5.0
-"""How much later than a journal's first line its process may seem to have begun."""
+"""How much later than a journal's first line its process may seem to have started."""
 
 
 def _validated(model: type[M], lines: Iterable[Mapping[str, Any]]) -> list[M]:
@@ -58,11 +58,11 @@ def _is_alive(session: models.Session) -> bool:
             status, *fields = file.read().rpartition(")")[2].split()
         with open("/proc/uptime", encoding="ascii") as file:
             up_s = float(file.read().split()[0])
-        begun_at = time.time() - up_s + int(fields[18]) / os.sysconf("SC_CLK_TCK")
+        process_started_at = time.time() - up_s + int(fields[18]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return False
     # A zombie counts as ended; another process may have the number by now.
-    return status not in "ZX" and begun_at < session.started_at + _MAX_START_DELAY_S
+    return status not in "ZX" and process_started_at < session.started_at + _MAX_START_DELAY_S
 
 
 class _Sample:

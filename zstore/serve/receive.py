@@ -252,7 +252,7 @@ def _appended(library: Library, run: str, run_id: str, offset: int, lines: bytes
                 )
             journal.append(lines[len(known) :])
             if not size:
-                library.runs.invalidate()  # a run may have begun
+                library.runs.invalidate()  # a run may have started
             return size + len(lines) - len(known)
 
 

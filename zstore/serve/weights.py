@@ -5,7 +5,7 @@ Length, tag and every byte of a file follow from the record of the checkpoint an
 resumed downloads are of one and the same file. It is the file that `zstore consolidate` writes. A value that cannot be read,
 fails its checksum or does not fit its type ends the connection before all bytes were sent: a client sees that the download is
 incomplete, and never a wrong byte. `latest` may be another checkpoint at the next request: there a range is sent only with
-the tag of the file that the client has begun (`If-Range`), otherwise the whole file.
+the tag of the file that the client has started to download (`If-Range`), otherwise the whole file.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ async def _weights(
         return JSONResponse(listed.model_dump(), headers={"Cache-Control": "no-store"})
     headers = dict(request.headers)
     if folder != source.path and not {"if-range", "if-match"} & headers.keys():
-        headers.pop("range", None)  # the file begun may be another's
+        headers.pop("range", None)  # the file that the client started may be another's
     file = await run_in_threadpool(lambda: next((file for file in source.files() if file.name == name), None))
     if file is None:
         return await answer(request, headers, await run_in_threadpool(source.companion, name))

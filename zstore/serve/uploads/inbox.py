@@ -92,14 +92,14 @@ class Inbox:
             if _committed(folder, new.record) is not None:
                 return new.state(files=False).model_copy(update={"state": "committed"})
             _check_free(new)
-            others = [one for one in self.all() if one.folder == folder and one.id != new.id]
-            for one in others:
+            concurrent = [one for one in self.all() if one.folder == folder and one.id != new.id]
+            for one in concurrent:
                 if one.record.run != new.record.run and _idle_s(one) < ALIVE_S:
                     raise CheckpointExistsError(
                         f"another training run uploads its checkpoint {one.record.tag!r} to {offer.run!r}: choose another "
                         "name, or wait until it is done"
                     )
-            for one in others:
+            for one in concurrent:
                 if (one.record.run, one.record.tag) == (new.record.run, new.record.tag):
                     self.remove(one)
             return self._store(new).state()
