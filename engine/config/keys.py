@@ -361,7 +361,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
      "call step() after each micro-batch; it updates after the last"),
     ("ConfigSections", "amp", Ignored, None, "Apex's amp is no longer maintained: use bf16 or fp16"),
     ("ConfigSections", "torch_autocast", Ignored, None,
-     "use bf16 or fp16, or torch.autocast inside the model's forward"),
+     "use bf16 or fp16, or torch.autocast inside the model's forward pass"),
     ("ConfigSections", "compile", Ignored, None,
      "call engine.compile() after initialize(): torch.compile, unit by unit at stage 3"),
     ("ConfigSections", "pipeline", Ignored, None,

@@ -172,7 +172,7 @@ class ThroughputSection(Section):
     switch = "enabled"
 
     enabled: Bool = option(False)
-    """Every steps_per_print steps, log the mean samples per second over all ranks since the previous line. Off by
+    """Every steps_per_print steps, log the mean samples per second across all ranks since the previous line. Off by
     default, unlike in DeepSpeed, since the journal has the times of all steps."""
 
 
