@@ -248,7 +248,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(place: str) -> None:
             assert part in str(caught.value)
         with pytest.raises(UsageError, match="assign=True"):
             engine.load_state_dict(state, assign=True)
-        with pytest.raises(UsageError, match=r"of a model in training.*engine.load_module_state_dict"):
+        with pytest.raises(UsageError, match=r"on a model in training.*engine.load_module_state_dict"):
             engine.module.load_state_dict(state)
         with pytest.raises(UsageError, match="model in training"):
             engine.module.blocks[0].up.load_state_dict(nn.Linear(56, 168).state_dict())
