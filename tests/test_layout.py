@@ -117,8 +117,6 @@ def test_a_default_run_passes_through_few_files(tmp_path: Path) -> None:
     assert not over, f"files passed, and the limit: {over}"
 
 
-# -- extras: the core names none of them ----------------------------------------------------------------------------------
-
 _NAMES = r"one_?bit|1-bit|sends signs|sparse_attention|elastic"
 _OF_THE_CONFIG = rf"{_NAMES}|muon|adafactor"
 _OF_THE_CORE = (

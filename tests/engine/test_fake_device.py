@@ -207,9 +207,6 @@ def test_a_checkpoint_names_the_share_that_the_device_updates(tmp_path: Path, ca
         assert caplog.text.count(f'with offload_optimizer "ratio": {ratio} from a checkpoint with 0.5') == warnings
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def _two_threads() -> Iterator[None]:
     torch.set_num_threads(2)

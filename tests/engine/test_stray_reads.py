@@ -279,9 +279,6 @@ def test_a_closed_engines_weights_say_so() -> None:
         model(*ids_of(0, 0, 0))
 
 
-# -- leaf modules: gathered as a whole, so that a rank may call other modules of one than another does -----------------
-
-
 class Expert(nn.Linear):
     """One of a mixture's."""
 
