@@ -55,7 +55,7 @@ LIMITS = {
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_502),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_051),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_002),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 43_994),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_501),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_000),
     "lines of engine without adapters and extras": (
