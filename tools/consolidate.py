@@ -90,9 +90,9 @@ def write_folder(
 
     Raises CheckpointError, naming the tensors and publishing nothing, for values that their type cannot represent.
     """
-    if layouts[0].has_peft_names and "config.json" in companions.files:
-        del companions.files["config.json"]
-        companions.skipped.append("config.json (next to it, transformers would expect the whole model)")
+    for name in layouts[0].conflicting_files & companions.files.keys():
+        del companions.files[name]
+        companions.skipped.append(f"{name} (next to it, transformers would expect the whole model)")
     with new_folder(source.resources.files, target) as folder:
         lost = write_weights(source, layouts, folder, overflow="error", advance=progress.advance)
         refuse_lost(lost, dtype)

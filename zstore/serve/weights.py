@@ -113,10 +113,10 @@ class _Source:
 
     def companions(self) -> dict[str, Folder]:
         """Return config and tokenizer files by name, with the folder: the checkpoint's or its parent."""
-        found = {name: folder for folder in (self.info.folder.parent, self.info.folder) for name in companions(folder)}
-        if (layout := next(self.files()).layout) is not None and layout.has_peft_names:
-            found.pop("config.json", None)
-        return found
+        layout = next(self.files()).layout
+        conflicting = () if layout is None else layout.conflicting_files
+        folders = (self.info.folder.parent, self.info.folder)
+        return {name: folder for folder in folders for name in companions(folder) if name not in conflicting}
 
     def companion(self, name: str) -> Representation:
         """Return a config or tokenizer file, opened. Raises CheckpointNotFoundError if it does not exist."""

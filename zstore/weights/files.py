@@ -88,9 +88,11 @@ class FileLayout:
         return len(self.header) + sum(weight.nbytes for weight in self.weights)
 
     @property
-    def has_peft_names(self) -> bool:
-        """Whether it is PEFT's file of a LoRA: with a config.json next to it, transformers would expect the whole model."""
-        return any(weight.name != weight.array.partition("/")[2] for weight in self.weights)
+    def conflicting_files(self) -> frozenset[str]:
+        """Files of the model that must not be next to it: with config.json next to PEFT's file, transformers would expect the
+        whole model."""
+        has_peft_names = any(weight.name != weight.array.partition("/")[2] for weight in self.weights)
+        return frozenset({"config.json"} if has_peft_names else ())
 
 
 def plan_model(
