@@ -76,6 +76,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[warm.NEW_PROCESSES] = "1"
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is freed in the test is freed without the cyclic collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--new-processes"):
         chosen = [item for item in items if getattr(getattr(item, "module", None), "warm", None) is warm]

@@ -140,22 +140,19 @@ def test_peaks_of_known_devices() -> None:
 
 def test_log_level_and_throughput(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("zstore")
-    before = logger.level
-    try:
-        timers = {"throughput": {"enabled": True}}
-        with start(config(log_level="info", timers=timers, steps_per_print=2), Two()) as engine:
-            for _ in range(2):
-                take_step(engine)
-        assert "samples/s, mean of 2 steps" in caplog.text
-        caplog.clear()
-        with start(config(log_level="error", timers=timers, steps_per_print=1), Two()) as engine:
+    caplog.set_level(logger.level, logger.name)  # sets it again at the end
+    timers = {"throughput": {"enabled": True}}
+    with start(config(log_level="info", timers=timers, steps_per_print=2), Two()) as engine:
+        for _ in range(2):
             take_step(engine)
-        assert logger.level == logging.ERROR
-        assert not caplog.text
-        with pytest.raises(ConfigError, match="log_level"):
-            start(config(log_level="loud"), Two())
-    finally:
-        logger.setLevel(before)
+    assert "samples/s, mean of 2 steps" in caplog.text
+    caplog.clear()
+    with start(config(log_level="error", timers=timers, steps_per_print=1), Two()) as engine:
+        take_step(engine)
+    assert logger.level == logging.ERROR
+    assert not caplog.text
+    with pytest.raises(ConfigError, match="log_level"):
+        start(config(log_level="loud"), Two())
 
 
 def _labels(rank: int) -> set[str]:

@@ -239,12 +239,9 @@ def test_what_the_application_froze_stays_frozen() -> None:
     assert not any(thing is cycle for thing in gc.get_objects())
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    try:
-        pause = CollectorPause()
-        pause.end()
-        pause.end()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+    pause = CollectorPause()
+    pause.end()
+    pause.end()
+    assert not gc.isenabled()

@@ -310,27 +310,18 @@ def test_one_file_beside_several_indices_is_not_taken_for_them(tmp_path: Path) -
         assert list(source.arrays) == ["model/w"]
 
 
-@pytest.mark.parametrize(
-    "name", ["../model.safetensors", "/etc/passwd", "..", ".", "a/b.safetensors", "", "x\0y", 7, None, ["a"], {}]
-)
-def test_an_index_may_not_lead_elsewhere(name: Any, folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"w": name}}))
-    try:
-        with pytest.raises(ZstoreError):
-            open_source(folder).close()
-    finally:
-        index.unlink()
+OTHER_FILES = ["../model.safetensors", "/etc/passwd", "..", ".", "a/b.safetensors", "", "x\0y", 7, None, ["a"], {}]
+NO_INDEX = [b"", b"[" * 10**6, b"[]", b'{"weight_map": []}', b'{"weight_map": 1}', b"\xff\xfe", b'{"a":' * 10**5]
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[" * 10**6, b"[]", b'{"weight_map": []}', b'{"weight_map": 1}', b"\xff\xfe", b'{"a":' * 10**5]
+    "content", [*NO_INDEX, *(json.dumps({"weight_map": {"w": name}}).encode() for name in OTHER_FILES)]
 )
-def test_an_index_that_is_none_is_refused(content: bytes, folder: Path) -> None:
+def test_an_index_is_valid_and_may_not_lead_elsewhere(content: bytes, folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_bytes(content)
     try:
-        with pytest.raises(CorruptionError, match="not a valid index"):
+        with pytest.raises(CorruptionError, match=r"is not a valid index|not a file of that folder|not a regular file"):
             open_source(folder).close()
     finally:
         index.unlink()

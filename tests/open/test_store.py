@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import sys
 import threading
 import weakref
@@ -189,6 +188,7 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
             zstore.open_store(host_budget_bytes=budget)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_a_pass_frees_its_memory_without_the_cyclic_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slabs: list[weakref.ref[Any]] = []
     make_pool = Store.make_pool
@@ -202,35 +202,26 @@ def test_a_pass_frees_its_memory_without_the_cyclic_collector(tmp_path: Path, mo
     with zstore.open_store(tmp_path) as store:
         for i in range(4):
             store.put(f"a/{i}", torch.zeros(LARGE)).wait()
-        gc.collect()
-        gc.disable()
-        try:
-            for _, value in store.stream():
-                value.add_(1)
-            del value
-            until(lambda: all(slab() is None for slab in slabs), "the pass keeps its memory")
-            assert slabs
-        finally:
-            gc.enable()
+        for _, value in store.stream():
+            value.add_(1)
+        del value
+        until(lambda: all(slab() is None for slab in slabs), "the pass keeps its memory")
+        assert slabs
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_a_failed_put_frees_its_value_without_the_cyclic_collector(tmp_path: Path) -> None:
     async def fail(store: Store, value: Any) -> None:
         with pytest.raises(BudgetError):
             await store.put("large/w", value, tier="host")
 
     with zstore.open_store(tmp_path, host_budget_bytes=4e6) as store:
-        gc.collect()
-        gc.disable()
-        try:
-            values = [np.zeros((2000, 1000), np.float32) for _ in range(2)]
-            refs = [weakref.ref(value) for value in values]
-            asyncio.run(fail(store, values.pop()))
-            with pytest.raises(BudgetError):
-                store.put("large/w", values.pop(), tier="host").wait()
-            until(lambda: all(ref() is None for ref in refs), "the ticket keeps its value")
-        finally:
-            gc.enable()
+        values = [np.zeros((2000, 1000), np.float32) for _ in range(2)]
+        refs = [weakref.ref(value) for value in values]
+        asyncio.run(fail(store, values.pop()))
+        with pytest.raises(BudgetError):
+            store.put("large/w", values.pop(), tier="host").wait()
+        until(lambda: all(ref() is None for ref in refs), "the ticket keeps its value")
 
 
 def test_messages_and_results_are_readable(tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ import asyncio
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from zstore.errors import UsageError
 from zstore.io import LinkCounters, LinkStatistics
 from zstore.io.queue import IoQueue, Priority, Ticket, combined, promise, wait_all
@@ -178,6 +182,21 @@ def test_giving_up_an_await_gives_up_the_waiting_not_the_operation(queue: IoQueu
     assert done == ["done 0", "done 1"]
     # The thread that carried them out is still there.
     assert queue.submit(lambda: "alive", Priority.READ).wait(200) == "alive"
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("start", [IoQueue.submit, IoQueue.run_inline])
+def test_an_error_frees_its_values_without_the_cyclic_collector(queue: IoQueue, start: Any) -> None:
+    def fail(values: list[Any]) -> None:
+        tickets = [start(queue, partial(max, values, key=len), Priority.READ) for _ in range(2)]
+        wait_all(tickets)
+
+    value = type("Value", (), {})()
+    freed = weakref.ref(value)
+    with pytest.raises(TypeError, match="has no len"):
+        fail([value])
+    del value
+    until(lambda: freed() is None, "the error keeps the value")
 
 
 def test_an_operation_that_ends_after_its_loop_is_quiet(queue: IoQueue, caplog: pytest.LogCaptureFixture) -> None:

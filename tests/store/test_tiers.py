@@ -213,11 +213,9 @@ class TestDiskTier(TierContract):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
             return original(path, flags)
 
-        bench.files._open = denied  # type: ignore[method-assign]
-        try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(bench.files, "_open", denied)
             assert bench.publish(pin, "two").linked
-        finally:
-            bench.files._open = original  # type: ignore[method-assign]
         pin.release()
         assert (bench.folder / "one").stat().st_nlink == 3
 

@@ -141,10 +141,17 @@ def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
 
 
 def wait_all(tickets: list[Ticket[T]]) -> list[T]:
-    """Wait for all `tickets`, then return their results or raise the first error; no operation is left running."""
+    """Wait for all `tickets`, then return their results or raise the first error; no operation is left running.
+
+    On an error `tickets` is emptied: the error's traceback keeps the callers' variables alive, and the tickets the error.
+    """
     errors = [error for ticket in tickets if (error := ticket.error()) is not None]
     if errors:
-        raise errors[0]
+        tickets.clear()
+        try:
+            raise errors[0]
+        finally:
+            del error, errors  # see `Ticket.wait`
     return [ticket.wait() for ticket in tickets]
 
 
@@ -255,7 +262,10 @@ class IoQueue:
         """Run `operation` in the calling thread, which would only wait for it; counted like queued operations."""
         ticket, run = self._ticket(operation, priority, nbytes, "")
         run()
-        return ticket
+        try:
+            return ticket
+        finally:
+            del ticket  # see `Ticket.wait`: an error's frames include this one
 
     def _ticket(
         self, operation: Callable[[], T], priority: Priority, nbytes: int, label: str
