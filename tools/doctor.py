@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,12 +106,14 @@ def examine(path: Path, *, rate_bytes: int) -> Diagnosis:
     The rates are measured on a file of `rate_bytes`, or less on a small drive. Raises ConfigError if the folder does not
     exist.
     """
+    import torch
+
     folder, memory = examine_folder(path, rate_bytes), read_host_memory()
     match = None
     with contextlib.suppress(OSError):
         match = re.search(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text())
     return Diagnosis(
-        system=f"{platform.platform()}, Python {platform.python_version()}, torch {version('torch')}, zstore {__version__}",
+        system=f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}, zstore {__version__}",
         devices=tuple(_devices(memory.total_bytes or 0)),
         available_bytes=memory.available_bytes,
         huge_pages=match.group(1) if match else None,

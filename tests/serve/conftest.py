@@ -1,6 +1,7 @@
 """A service that runs in a thread, over folders of small checkpoints."""
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ Serve = Callable[..., str]
 TOKEN = "secret-of-the-tests"
 OPTIONS = {"token": TOKEN}
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
 
 def serving_of(*places: Path | str, **settings: Any) -> contextlib.AbstractContextManager[str]:

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.pages import blocks, code_of, text_of
-from tests.serve.conftest import Serve, serving_of
+from tests.serve.conftest import Serve, needs_curl, serving_of
 from tests.serve.sample import RUN_ID, JournalWriter
 from tests.tools.commands import done, here
 from zstore.checkpoint.layout import new_save_id
@@ -264,6 +264,7 @@ def test_runs_with_dots_or_newlines_in_names(tmp_path: Path, serve: Serve, http:
         assert http.request("GET", f"{base}/api/runs/{quote(name, safe='')}/checkpoints").status == 200
 
 
+@needs_curl
 def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     weight = np.arange(32, dtype=np.float32).reshape(8, 4)

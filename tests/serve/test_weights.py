@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from tests.checkpoint.checkpoints import Array, open_world, save_arrays
-from tests.serve.conftest import Serve, serving_of
+from tests.serve.conftest import Serve, needs_curl, serving_of
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.tools.consolidate import consolidate_command
 from zstore.weights.files import plan_files
@@ -190,6 +190,7 @@ def test_a_damaged_or_replaced_checkpoint_gives_no_wrong_byte(tmp_path: Path, se
     assert again.headers["ETag"] != whole.headers["ETag"]
 
 
+@needs_curl
 def test_from_pretrained_after_a_download_that_went_on(tmp_path: Path, serve: Serve) -> None:
     config = transformers.LlamaConfig(
         vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
