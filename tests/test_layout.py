@@ -49,13 +49,13 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_769,
+        53_780,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_113),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_504),
-    "lines of tools": (lambda: _layout().lines("tools/"), 4_051),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_514),
+    "lines of tools": (lambda: _layout().lines("tools/"), 4_052),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 43_994),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_000),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_501),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_000),
     "lines of engine without adapters and extras": (
