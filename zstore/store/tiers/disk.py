@@ -461,9 +461,8 @@ class DiskPin:
                 write_slots(res, path, layout.slot_offset(first), data)
                 return crcs
 
-            ticket = res.queue.submit(copy, priority, buffer.bytes.size)
-            ticket.when_done(buffer.release)
-            tickets.append(ticket)
+            tickets.append(res.queue.submit(copy, priority, buffer.bytes.size))
+            tickets[-1].when_done(buffer.release)
         crcs = [crc for part in wait_all(tickets) for crc in part]
         if res.sync:
             res.files.sync_file(path)
