@@ -16,7 +16,7 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
   smaller ones make every step slower (110 M parameters on 2 cores: 4 % at 200 KiB, 10 % at 96).
 - Among chunk sizes near that target, the one that pads the shard least, then wastes least in 4-KiB blocks.
 - The grid depends only on shape and world size, so all state of a parameter shares it, whatever its data type. An array of
-  one bit per element is bytes in a row; a chunk has the bytes of the elements' chunk (`Grid.packed`).
+  one bit per element is bytes in a row; a chunk has the bytes of the elements' chunk.
 - An array that keeps more than two dimensions has rows of several. A row that is cut is cut along one of them, into equal
   parts of it with all later dimensions, so chunks keep the elements' order.
 - In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes

@@ -258,7 +258,7 @@ class Shards:
         """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.store.stream`.
 
         The arrays of a group have the same layout, or one bit for each element of the first array, or one value for each
-        block of its elements (`Grid.packed`). Modes: "update" writes the views back, which the caller changes in place,
+        block of its elements. Modes: "update" writes the views back, which the caller changes in place,
         when the next tile is requested; "fill" reads nothing, and the caller sets every element; "read" discards changes.
         `modes` overrides the mode of single arrays. `pool` (from `make_pool`) is the source of the buffers for a pass that
         must not wait for other passes; `ahead` marks reads that nothing waits for yet. `admit(group, wait)` is called

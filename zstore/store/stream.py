@@ -45,7 +45,7 @@ class Pass:
 
     groups: Sequence[Sequence[str]]
     """Groups of arrays that are loaded together. Arrays of a group have the same layout, or one bit for each element of the
-    first array, or one value for each block of its elements (`Grid.packed`). Tiles count elements of the first array."""
+    first array, or one value for each block of its elements. Tiles count elements of the first array."""
     mode: Mode
     pool: Pool
     """Source of the buffers."""
