@@ -434,6 +434,7 @@ def test_dcp_loads_from_a_url(tmp_path: Path) -> None:
 
 
 @alone
+@pytest.mark.usefixtures("no_collector")
 def test_async_save_writes_the_values_of_its_beginning_and_its_errors_surface(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:

@@ -191,11 +191,10 @@ def test_an_error_frees_its_values_without_the_cyclic_collector(queue: IoQueue, 
         tickets = [start(queue, partial(max, values, key=len), Priority.READ) for _ in range(2)]
         wait_all(tickets)
 
-    value = type("Value", (), {})()
-    freed = weakref.ref(value)
+    values = [type("Value", (), {})()]
+    freed = weakref.ref(values[0])
     with pytest.raises(TypeError, match="has no len"):
-        fail([value])
-    del value
+        fail([values.pop()])
     until(lambda: freed() is None, "the error keeps the value")
 
 

@@ -90,6 +90,7 @@ class Writer(StorageWriter):
             # The thread of `async_save` ends after the save, or its failure on any rank, which only the future reports.
             _of_thread.marker = marker = set[None]()
             weakref.finalize(marker, self._forget).atexit = False  # it does nothing after `finish`
+            del marker  # an error's traceback may keep this frame
         return self._save.begin(overwrite=self._overwrite)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
