@@ -242,10 +242,9 @@ class IoQueue:
 
     def submit(self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, label: str = "") -> Ticket[T]:
         """Queue `operation`, which moves `nbytes`, counted as `label`; returns its ticket. Blocks while the queue is full."""
-        ticket, run = self._ticket(operation, priority, nbytes, label)
         if not self._threads:  # see [Note: endings]
-            run()
-            return ticket
+            return self.run_inline(operation, priority, nbytes, label=label)
+        ticket, run = self._ticket(operation, priority, nbytes, label)
         with self._lock:
             if len(self._heap) >= self._depth and not self._closed:
                 started = time.perf_counter()
@@ -258,9 +257,11 @@ class IoQueue:
             self._not_empty.notify()
         return ticket
 
-    def run_inline(self, operation: Callable[[], T], priority: Priority, nbytes: int = 0) -> Ticket[T]:
+    def run_inline(
+        self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, label: str = ""
+    ) -> Ticket[T]:
         """Run `operation` in the calling thread, which would only wait for it; counted like queued operations."""
-        ticket, run = self._ticket(operation, priority, nbytes, "")
+        ticket, run = self._ticket(operation, priority, nbytes, label)
         run()
         try:
             return ticket
