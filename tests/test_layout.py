@@ -49,10 +49,10 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        53_780,
+        53_781,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_113),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_514),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_515),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_052),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 44_000),
